@@ -1,0 +1,97 @@
+"""What the engine knows of storage: a few verbs, and nothing of files, sockets or clouds.
+
+A `ByteSource` is one file or object of known size, opened at one version. A `Folder` is a place that holds them by name. Adapters
+translate their own exceptions into `headrace.errors` at this boundary, once. No adapter knows tensors, devices or torch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+
+class ByteSource(Protocol):
+    """One file or object, readable at any offset from several threads at once.
+
+    Attributes:
+        url: names the source in every error and statistic.
+        nbytes: its size when it was opened, in bytes.
+        version: whatever identifies these bytes (inode and times, ETag, generation); compared with ==, never parsed.
+    """
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def version(self) -> object: ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of `buffer` with the bytes from `offset` on, or raise.
+
+        Args:
+            offset: first byte; `offset + len(buffer)` must not pass `nbytes`.
+            buffer: writable, contiguous bytes (format 'B'). May be empty.
+
+        Raises:
+            TruncatedError: the source ends early.
+            SourceError: any other failure, with url, offset and nbytes.
+        """
+
+    def check_unchanged(self) -> None:
+        """Raise `SourceChangedError` unless the source still is the version that was opened.
+
+        Called after the last read of a range and before its bytes are handed out. Sources that pin their version with every
+        read (HTTP's If-Match) have nothing to do.
+        """
+
+    def close(self) -> None:
+        """Give back descriptors and connections. Reads after it raise `SourceError`. May be called twice."""
+
+
+@runtime_checkable
+class AlignedSource(ByteSource, Protocol):
+    """A source that can also be read past the page cache, from and into aligned addresses only.
+
+    Attributes:
+        block_nbytes: offsets, addresses and lengths of direct reads are multiples of this.
+    """
+
+    @property
+    def block_nbytes(self) -> int: ...
+
+    def prefers_direct(self, offset: int, nbytes: int) -> bool:
+        """Whether this range is better read directly: direct reads work here and the range is not in the page cache."""
+
+    def read_direct_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` past the page cache.
+
+        Args:
+            offset: a multiple of `block_nbytes`.
+            buffer: its address and length are multiples of `block_nbytes`. It may reach past the end of the source by less than
+                one block; those bytes are left as they are.
+
+        Raises:
+            As `read_into`. A filesystem that refuses is no error: the bytes come by `read_into`'s way and
+            `prefers_direct` answers False from then on.
+        """
+
+
+@runtime_checkable
+class MappableSource(ByteSource, Protocol):
+    """A source whose bytes can be mapped into memory where they lie."""
+
+    def map(self) -> memoryview:
+        """The whole source as read-only memory. Valid while the returned view, or a slice of it, lives."""
+
+
+class Folder(Protocol):
+    """A place that holds sources by name: a directory, a prefix in a bucket, a repository on a hub."""
+
+    @property
+    def url(self) -> str: ...
+
+    def names(self) -> list[str]:
+        """Names of the files directly inside, sorted. Raises `SourceNotFoundError` where the place does not exist."""
+
+    def open(self, name: str) -> ByteSource:
+        """Open one file of the folder. Raises `SourceNotFoundError` where it does not exist."""
