@@ -1,0 +1,73 @@
+"""What every test must leave as it found it, and which tests this machine can run.
+
+A loader that leaks a thread, a descriptor or an interpreter setting harms the program it is used in long after the load; so each
+test is also a test of that, unless it is marked `leaky_ok` with a reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Times differ too much between machines for a limit per example; pytest-timeout stops what hangs.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_JOIN_LIMIT_S = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # By device node, since asking torch would import it for tests that show that it is not needed.
+    if any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd")):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which threads or descriptors are left, or interpreter settings have changed."""
+    descriptors, interval, collecting = _descriptors(), sys.getswitchinterval(), gc.isenabled()
+    yield
+    assert sys.getswitchinterval() == interval, "the switch interval was changed"
+    assert gc.isenabled() == collecting, "the garbage collector was switched on or off"
+    if request.node.get_closest_marker("leaky_ok"):
+        return
+    # What is abandoned is closed by the collector; a full collection is slow with torch loaded, so only where something is left.
+    if _alive() or len(_descriptors()) > len(descriptors):
+        gc.collect()
+    _join(_alive())
+    assert not _alive(), f"threads are left: {_alive()}"
+    left = {number: target for number, target in _descriptors().items() if descriptors.get(number) != target}
+    assert len(_descriptors()) <= len(descriptors), f"descriptors are left: {left}"
+
+
+def _alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("headrace-")]
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + _JOIN_LIMIT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _descriptors() -> dict[str, str]:
+    """Open descriptors and what they are; empty where the system does not tell."""
+    found = {}
+    for number in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.is_dir() else ():
+        try:
+            found[number] = os.readlink(_DESCRIPTORS / number)
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    return found
