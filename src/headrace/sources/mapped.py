@@ -1,0 +1,46 @@
+"""Local files that can also be mapped into memory where they lie.
+
+For callers who ask for it by name (`mmap="auto"`, `local_view`), never the default, for two reasons. A mapping aliases the file:
+whoever writes to the file changes the tensors, so headrace's promise that a tensor handed out is yours does not hold. And a file
+that is truncated under its mapping kills the process with SIGBUS where `read_into` raises. Over a network both are a matter of
+time, and pages come 4 KiB at a time, so only local filesystems and tmpfs are mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+
+from headrace.errors import SourceError
+from headrace.sources.file import FileSource, is_local_filesystem, translate
+
+
+class MappedSource(FileSource):
+    """A `FileSource` that can also be mapped. Takes and raises what `FileSource` does."""
+
+    def map(self) -> memoryview:
+        """Map the whole file as read-only memory, which lives as long as the view or a slice of it, past `close` too.
+
+        The bytes are the file's own: they change when it is written to, and reading beyond a new, earlier end is SIGBUS.
+
+        Raises:
+            SourceChangedError: the file no longer is the one that was opened.
+            SourceError: it lies on a network or FUSE filesystem, or the kernel refuses to map it; read it instead.
+        """
+        self.check_unchanged()
+        descriptor = self._descriptor
+        if descriptor is None:
+            raise self._closed(None, None)
+        if not is_local_filesystem(self._filesystem):
+            raise SourceError(
+                f"cannot map {self.url}: it lies on {self._filesystem}, which is not known as local; use mmap='off'",
+                url=self.url, status=errno.ENODEV,
+            )  # fmt: skip
+        if self.nbytes == 0:
+            return memoryview(b"")  # an empty mapping is EINVAL
+        try:
+            return memoryview(mmap.mmap(descriptor.fd, self.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        except (OSError, ValueError) as exc:  # ValueError: the file has shrunk since it was checked
+            raise translate(exc, "map", self.url) from exc
+        finally:
+            descriptor = None
