@@ -164,8 +164,8 @@ def test_what_a_test_leaves_behind_is_caught(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS)
-    # pytest turns the unclosed file's ResourceWarning into a warning of its own, which here is no error.
+    # The file that is abandoned on purpose warns when it is collected; here that is no error.
     result = run(sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "test_leaky.py", cwd=tmp_path)
     caught = {line.split()[1].split("::")[1] for line in result.stdout.splitlines() if line.startswith("ERROR ")}
     assert caught == {"test_descriptor", "test_thread", "test_interval", "test_collector"}, result.stdout
-    assert "8 passed, 4 errors" in result.stdout
+    assert "8 passed" in result.stdout  # the tests themselves; what they leave behind is an error of the fixture
