@@ -1,0 +1,37 @@
+"""What tests of headrace use and other packages may: contract suites for sources and folders, and sources that fail on purpose.
+
+Importing it imports neither pytest nor torch.
+"""
+
+from headrace.testing.faults import (
+    Block,
+    Change,
+    Fault,
+    FaultyAlignedSource,
+    FaultySource,
+    Flip,
+    Raise,
+    ReadCall,
+    every_read,
+    nth_read,
+    touches,
+)
+from headrace.testing.sources import AlignedSourceTests, FolderTests, MappableSourceTests, SourceTests
+
+__all__ = [
+    "AlignedSourceTests",
+    "Block",
+    "Change",
+    "Fault",
+    "FaultyAlignedSource",
+    "FaultySource",
+    "Flip",
+    "FolderTests",
+    "MappableSourceTests",
+    "Raise",
+    "ReadCall",
+    "SourceTests",
+    "every_read",
+    "nth_read",
+    "touches",
+]
