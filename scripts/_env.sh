@@ -11,8 +11,8 @@ PYTHON="$BIN/python"
 say() { printf 'headrace: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# The tests and checks must not depend on what a person has set for their own runs.
-_forget_options() {
+# Tests must not depend on what a person has set for their own runs.
+forget_options() {
     local name
     for name in $(compgen -e | grep -E '^(HEADRACE|RUNAI_STREAMER)_' || true); do unset "$name"; done
 }
@@ -66,7 +66,6 @@ _set_up() {
 }
 
 ensure_env() {
-    _forget_options
     _is_ready && return
     mkdir -p "$VENV"
     if command -v flock >/dev/null; then
