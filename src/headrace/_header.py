@@ -308,7 +308,7 @@ def _fields_of(entry: Any) -> tuple[Any, str]:
     if isinstance(entry, _Repeated):
         return None, f"its entry has {_quote(entry.key)} twice"
     if type(entry) is not dict:
-        return None, f"its entry is not an object but {_quote(entry)}"
+        return None, f"its entry is not an object with dtype, shape and data_offsets but {_quote(entry)}"
     missing = [field for field in _FIELDS if field not in entry]
     if missing:
         return None, f"its entry lacks {', '.join(missing)}"
@@ -448,9 +448,9 @@ def _quote(value: object) -> str:
     return _Short().repr(value)
 
 
-_OTHER_KINDS = (  # (what files of that kind begin with, what to say)
-    (b"version https://git-lfs", "it is a Git LFS pointer, not the file itself; run `git lfs pull`, or download it again"),
-    (b"<!doctype", "it is an HTML page, not a safetensors file; the download met a login or error page"),
+_OTHER_KINDS = (  # (what files of that kind begin with, of at most the 8 bytes that are always there; what to say)
+    (b"version ", "it is a Git LFS pointer, not the file itself; run `git lfs pull`, or download it again"),
+    (b"<!doctyp", "it is an HTML page, not a safetensors file; the download met a login or error page"),
     (b"<html", "it is an HTML page, not a safetensors file; the download met a login or error page"),
     (b"<?xml", "it is an XML document, not a safetensors file; the store's error message was saved in its place"),
     (b"<error", "it is an XML document, not a safetensors file; the store's error message was saved in its place"),
@@ -460,13 +460,19 @@ _OTHER_KINDS = (  # (what files of that kind begin with, what to say)
     (b"gguf", "it is a GGUF file, not a safetensors file"),
     (b"\x89hdf", "it is an HDF5 file, not a safetensors file"),
     (b"\x93numpy", "it is a NumPy file, not a safetensors file"),
-    (b"\x1f\x8b", "it is gzip-compressed; decompress it first"),
+    (b"\x1f\x8b\x08", "it is gzip-compressed; decompress it first"),
     (b"\x28\xb5\x2f\xfd", "it is zstd-compressed; decompress it first"),
     (b"{", "it is a JSON document, not a safetensors file; an index, or a server's error message"),
 )
 
 
+_LIKE_LENGTHS = (b"PK\x03\x04", b"\x1f\x8b\x08")  # kinds whose first bytes can also be read as a possible header length
+
+
 def _other_kind(first: bytes) -> str:
     """What a file that is no safetensors file seems to be; '' where its first bytes do not tell."""
-    begin = first.lstrip(b" \t\r\n\xef\xbb\xbf")[:32].lower()
+    is_length = len(first) >= 8 and int.from_bytes(first[:8], "little") <= MAX_HEADER_NBYTES
+    if is_length and not first.startswith(_LIKE_LENGTHS):  # a cut file with a header of 640 bytes begins like a pickle
+        return ""
+    begin = first.lstrip(b" \t\r\n\xef\xbb\xbf")[:8].lower()
     return next((message for magic, message in _OTHER_KINDS if begin.startswith(magic)), "")

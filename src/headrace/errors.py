@@ -28,7 +28,13 @@ from typing import Any
 
 
 class HeadraceError(Exception):
-    """Base of all errors raised by headrace."""
+    """Base of all errors raised by headrace.
+
+    Attributes:
+        others: errors of other readers of the same load, where several failed before the first one had stopped them.
+    """
+
+    others: tuple[BaseException, ...] = ()
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__
@@ -130,9 +136,7 @@ class DeviceMemoryError(DeviceError):
         requested, free: bytes; `free` is None where it is unknown.
     """
 
-    def __init__(
-        self, message: str, *, device: str | None = None, requested: int | None = None, free: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, device: str | None = None, requested: int | None = None, free: int | None = None) -> None:
         super().__init__(message, device=device)
         self.requested = requested
         self.free = free

@@ -1,0 +1,489 @@
+"""Carry out a plan: readers fill memory, the caller takes tensors out, and neither runs away from the other.
+
+Readers take reads in the plan's order, a ticket at a time, so a span that is needed earlier always has its memory earlier and nothing can
+wait for itself. Whoever starts a span leases its memory; where the limit does not allow it, the ticket holder waits for the
+caller. A span is ready when its last read is in and its source is still the version that was opened. The caller's thread makes
+tensors and never copies a byte.
+
+The engine knows `ByteSource` and `HostTarget`, a plan and a pool. What is read, where it lands and why was decided before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from headrace._cast import copy_out
+from headrace._dtypes import DTYPES
+from headrace._interpreter import gc_paused, switching_fast
+from headrace._plan import Plan, Read, Span
+from headrace._progress import Progress, Snapshot
+from headrace._staging import PAGE, Block, Lease, Pool, address_of, move, view_at
+from headrace.devices.base import Destination, HostTarget
+from headrace.errors import HeadraceError, LoadError, StreamError
+from headrace.sources.base import AlignedSource, ByteSource
+
+Order: TypeAlias = Literal["ready", "file"]
+Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
+
+_JOIN_S = 1.0  # a reader that does not come back from a stalled source by then is left behind; it holds nothing that is reused
+_TICK_S = 0.1  # how often a waiting caller reports progress
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything one load needs, decided and opened.
+
+    Attributes:
+        plan: what to do.
+        sources: one per shard of the plan.
+        target: makes the tensors.
+        order: hand spans out as they become ready, or in file order.
+        ownership: see `headrace.stream`.
+        destinations: {tensor name: memory the caller gave for it}.
+        rename: the name a tensor is handed out under.
+        on_progress: called on the caller's thread while it waits and between spans.
+        on_stop: called once when the load is over, however it ended.
+    """
+
+    plan: Plan
+    sources: Sequence[ByteSource]
+    target: HostTarget
+    order: Order = "ready"
+    ownership: Ownership = "leased"
+    destinations: Mapping[str, Destination] = field(default_factory=dict)
+    rename: Callable[[str], str] | None = None
+    on_progress: Callable[[Snapshot], None] | None = None
+    on_stop: Callable[[], None] | None = None
+
+
+class _Memory:
+    """Where a span's bytes land: a lease of the pool's, or what the caller gave."""
+
+    __slots__ = ("block", "lease", "views")
+
+    def __init__(self, lease: Lease | None, views: list[memoryview]) -> None:
+        self.lease = lease
+        self.block: Block | None = lease.block if lease is not None else None
+        self.views = views  # the one stretch of the span, or one per tensor where small tensors have memory of their own
+
+
+class Engine:
+    """One load. `run()` yields the tensors; leaving it, however, stops the readers and frees what they held.
+
+    Attributes:
+        progress: counters, kept after the end.
+    """
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self.job, self.plan, self.progress = job, job.plan, progress
+        self.pid = os.getpid()
+        self.filled: list[str] = []
+        self._pool = Pool(job.plan.limits.memory_limit)
+        self._order = threading.Lock()  # tickets: held while a span's memory is leased, so spans get memory in order
+        self._state = threading.Condition()  # guards everything below
+        self._next_read = 0
+        self._in_flight = 0
+        self._reads_left = [span.last_read - span.first_read for span in self.plan.spans]
+        self._memory: dict[int, _Memory] = {}
+        self._ready: deque[int] = deque(i for i, left in enumerate(self._reads_left) if not left)
+        self._copies: dict[int, list[Any]] = {}
+        self._errors: list[BaseException] = []
+        self._caller_waits = self._reader_waits = self._started = self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self._lent: deque[weakref.ref[memoryview] | None] | None = deque() if job.ownership == "borrowed" else None
+        self._handed = 0  # borrowed tensors handed out
+
+    # -- the caller's side -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start reading. `run` does it where it has not been done; then `stop` has to be called."""
+        if self._started or self._stopped:
+            return
+        switching_fast.acquire()
+        self._started = True
+        for i in range(min(self.plan.limits.concurrency, len(self.plan.reads))):
+            thread = threading.Thread(target=self._reader, name=f"headrace-reader-{i}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Stop reading, wait for the readers and forget all memory that no tensor lives in. May be called twice."""
+        with self._state:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._state.notify_all()
+        self._pool.wake()
+        try:
+            self._join_readers()
+        finally:
+            self.progress.finish()
+            self.progress.peak_nbytes = self._pool.peak_nbytes
+            self._memory.clear()
+            self._copies.clear()
+            self._pool.close()
+            if self.job.on_stop is not None:
+                self.job.on_stop()
+
+    def _join_readers(self) -> None:
+        if not self._started or self.pid != os.getpid():
+            return
+        switching_fast.release()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # the collector may end an abandoned stream on one of its own readers
+                thread.join(_JOIN_S)
+
+    def run(self) -> Iterator[tuple[str, Any]]:
+        """The tensors, (name, tensor) each. The generator's end, close or collection stops the engine."""
+        try:
+            self.start()
+            for index in self._finished_spans():
+                yield from self._hand_out(index)
+        finally:
+            self.stop()
+
+    def _finished_spans(self) -> Iterator[int]:
+        asked = time.perf_counter()
+        for turn in range(len(self.plan.spans)):
+            index = self._wait_for_span(turn)
+            got = time.perf_counter()
+            self.progress.source_wait_s += got - asked
+            if self.job.on_progress:
+                self.job.on_progress(self.progress.snapshot())
+            yield index
+            asked = time.perf_counter()
+            self.progress.caller_s += asked - got
+
+    def _wait_for_span(self, turn: int) -> int:
+        """The next span that can be handed out."""
+        if self.pid != os.getpid():
+            raise StreamError(
+                "this stream was opened before a fork, and its readers stayed with the parent; open one in the child"
+            )
+        tick = _TICK_S if self.job.on_progress else None
+        with self._state:
+            self._caller_waits = True
+            try:
+                while True:
+                    if self._errors:
+                        raise self._failure()
+                    if self._stopped:
+                        raise StreamError("the stream is closed")
+                    if (index := self._take_ready(turn)) is not None:
+                        return index
+                    if self._reader_waits and not self._in_flight:
+                        self._pool.wake()
+                    if not self._state.wait(tick) and self.job.on_progress:
+                        self.job.on_progress(self.progress.snapshot())
+            finally:
+                self._caller_waits = False
+
+    def _take_ready(self, turn: int) -> int | None:
+        if self.job.order == "ready":
+            return self._ready.popleft() if self._ready else None
+        if turn not in self._ready:
+            return None
+        self._ready.remove(turn)
+        return turn
+
+    def _hand_out(self, index: int) -> Iterator[tuple[str, Any]]:
+        span = self.plan.spans[index]
+        rows = slice(span.first, span.last)
+        names = self.plan.tensors.names[rows]
+        sizes = self.plan.tensors.nbytes[rows]
+        with gc_paused.held():
+            tensors = self._tensors(index, span, names)
+            if self.job.rename is not None:
+                names = [self.job.rename(name) for name in names]
+            tensors.reverse()
+        try:
+            for name in names:
+                if self._lent is not None:
+                    self._check_returned()
+                yield name, tensors.pop()
+        finally:
+            done = len(names) - len(tensors)
+            self.progress.tensors += done
+            self.progress.tensor_nbytes += sum(sizes[:done])
+
+    def _tensors(self, index: int, span: Span, names: list[str]) -> list[Any]:
+        """The span's tensors. From here on only they hold its memory."""
+        with self._state:
+            memory, copies = self._memory.pop(index, None), self._copies.pop(index, None)
+        given = self.job.destinations
+        if copies is None and not span.given:
+            owner = memory.lease.hand_over() if memory is not None and memory.lease is not None else None
+            copies = self._wrap(span, owner)
+        if memory is not None and memory.lease is not None:
+            memory.lease.owner = None
+        if not given:
+            return copies or []
+        return [given[name].finish() if name in given else (copies or [])[i] for i, name in enumerate(names)]
+
+    def _check_returned(self) -> None:
+        """Borrowed: a loop variable still holds the previous tensor while the next is asked for; the one before it must be gone."""
+        assert self._lent is not None
+        if self._handed > 1 and (owner := self._lent.popleft()) is not None and owner() is not None:
+            raise StreamError("a borrowed tensor was kept beyond the next step; use ownership='leased', or clone what you keep")
+        self._handed += 1
+
+    def _wrap(self, span: Span, owner: memoryview | None) -> list[Any]:
+        tensors, rows = self.plan.tensors, slice(span.first, span.last)
+        columns = (tensors.dtypes[rows], tensors.shapes[rows], tensors.positions[rows], tensors.nbytes[rows])
+        if self._lent is None or owner is None:
+            if self._lent is not None:
+                self._lent.extend([None] * (span.last - span.first))
+            return self.job.target.wrap(owner, *columns)
+        return [self._lend(owner, *column) for column in zip(*columns, strict=True)]
+
+    def _lend(self, owner: memoryview, dtype: str, shape: Sequence[int], position: int, nbytes: int) -> Any:
+        """One tensor with an owner of its own, so that it is known when it is gone."""
+        assert self._lent is not None
+        own = view_at(address_of(owner) + position, nbytes, owner)
+        self._lent.append(weakref.ref(own) if nbytes else None)
+        return self.job.target.wrap(own, [dtype], [shape], [0], [nbytes])[0]
+
+    def _failure(self) -> BaseException:
+        """The first error, the others attached."""
+        first, *others = self._errors
+        if isinstance(first, HeadraceError):
+            first.others = tuple(others)
+        if not self.job.destinations:
+            return first
+        error = LoadError(f"the load into given tensors stopped: {first}", filled=tuple(self.filled))
+        error.__cause__ = first
+        return error
+
+    # -- the readers' side -----------------------------------------------------------------------------------------------------
+
+    def _reader(self) -> None:
+        slot = _Slot()
+        try:
+            while (read := self._next_ticket()) is not None:
+                self._fill(read, slot)
+                self._finish(read)
+        except BaseException as exc:
+            _let_go_of_memory(exc)
+            with self._state:
+                self._errors.append(exc)
+                self._state.notify_all()
+
+    def _next_ticket(self) -> Read | None:
+        with self._order:
+            i = self._next_read
+            if i >= len(self.plan.reads) or self._stopped or self._errors:
+                return None
+            read = self.plan.reads[i]
+            span = self.plan.spans[read.span]
+            if i == span.first_read and not self._provide_memory(read.span, span):
+                return None
+            self._next_read = i + 1
+            with self._state:
+                self._in_flight += 1
+            return read
+
+    def _provide_memory(self, index: int, span: Span) -> bool:
+        """Memory for a span, waiting for the caller if need be. False when the load was stopped meanwhile."""
+        if span.given:
+            names = self.plan.tensors.names[span.first : span.last]
+            self._memory[index] = _Memory(None, [_given(self.job.destinations[name]) for name in names])
+            return True
+        lease = self._pool.lease(span.nbytes, recycled=not self._exact(span))
+        if lease is None:
+            lease = self._wait_for_memory(span)
+        if lease is not None:
+            self._memory[index] = _Memory(lease, [lease.block.view])
+        return lease is not None
+
+    def _exact(self, span: Span) -> bool:
+        return self.job.ownership == "copied" and span.last - span.first == 1
+
+    def _wait_for_memory(self, span: Span) -> Lease | None:
+        began = time.perf_counter()
+        lease: Lease | None = None
+        while lease is None:
+            with self._state:
+                if self._stopped or self._errors:
+                    return None
+                if self._caller_waits and not self._in_flight and not self._ready:
+                    self._keep(self._pool.count_as_kept())
+                else:
+                    self._reader_waits = True
+                    self._state.notify_all()
+            if self._reader_waits:
+                self._pool.wait()
+                self._reader_waits = False
+            lease = self._pool.lease(span.nbytes, recycled=not self._exact(span))
+        self.progress.memory_wait_s += time.perf_counter() - began
+        return lease
+
+    def _keep(self, nbytes: int) -> None:
+        if self.job.ownership == "borrowed" and nbytes:
+            raise StreamError("a borrowed tensor was kept; use ownership='leased', or clone what you keep")
+        self.progress.kept_nbytes = self._pool.kept_nbytes
+
+    def _finish(self, read: Read) -> None:
+        """Count a read, and announce its span when it was the last one."""
+        index, span = read.span, self.plan.spans[read.span]
+        with self._state:
+            self._count(read)
+            self._reads_left[index] -= 1
+            last = not self._reads_left[index]
+        if last:
+            self.job.sources[read.shard].check_unchanged()
+            self._complete(index, span)
+        with self._state:
+            self._in_flight -= 1
+            if last:
+                self._ready.append(index)
+            if last or (self._reader_waits and not self._in_flight):
+                self._state.notify_all()
+
+    def _count(self, read: Read) -> None:
+        progress = self.progress
+        progress.read_nbytes += read.nbytes
+        if read.copy is not None:
+            progress.copied_nbytes += read.nbytes
+            if read.copy.source != read.copy.target:
+                progress.cast_nbytes += read.nbytes
+
+    def _complete(self, index: int, span: Span) -> None:
+        """What is left to do on the reader's thread when a span's bytes are in."""
+        names = self.plan.tensors.names[span.first : span.last]
+        if self.job.ownership == "copied" and not span.given and not self._exact(span):
+            self._copies[index] = self._copied(index, span)
+        strided = [i for i, name in enumerate(names) if name in self.job.destinations and not span.given]
+        if strided:
+            memory = self._memory[index]
+            made = self._wrap(span, memory.lease.owner if memory.lease else None)
+            for i in strided:
+                self.job.destinations[names[i]].fill_from(made[i])
+            self._copies[index] = made
+        if self.job.destinations:
+            self.filled += [name for name in names if name in self.job.destinations]
+
+    def _copied(self, index: int, span: Span) -> list[Any]:
+        """Tensors with exactly their own memory, out of a span that they shared."""
+        tensors, source = self.plan.tensors, self._memory[index].views[0]
+        made = []
+        for row in range(span.first, span.last):
+            at, nbytes = tensors.positions[row], tensors.nbytes[row]
+            tensor, memory = self.job.target.allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
+            move(memory, source[at : at + nbytes])
+            made.append(tensor)
+        return made
+
+    # -- one read --------------------------------------------------------------------------------------------------------------
+
+    def _fill(self, read: Read, slot: _Slot) -> None:
+        memory, span = self._memory[read.span], self.plan.spans[read.span]
+        source = self.job.sources[read.shard]
+        if memory.block is not None and memory.block.fresh:
+            memory.block.populate(read.position, read.position + _landing_nbytes(read))
+        if read.pieces > 1:
+            self._fill_pieces(read, source, memory, slot)
+        elif read.copy is not None or len(memory.views) > 1:
+            data = self._read_to_slot(read, source, slot)
+            self._out_of_slot(read, span, data, memory)
+        else:
+            self._fill_in_place(read, span, source, memory, slot)
+
+    def _fill_in_place(self, read: Read, span: Span, source: ByteSource, memory: _Memory, slot: _Slot) -> None:
+        view = memory.views[0]
+        if not isinstance(source, AlignedSource) or not source.prefers_direct(read.offset, read.nbytes):
+            source.read_into(read.offset, view[read.position : read.position + read.nbytes])
+            return
+        block = source.block_nbytes
+        if span.offset is None or block > PAGE:
+            data = self._read_to_slot(read, source, slot)
+            move(view[read.position : read.position + read.nbytes], data)
+            with self._state:
+                self.progress.copied_nbytes += read.nbytes
+            return
+        lead = (
+            read.offset % block
+        )  # the memory is congruent with the file: read whole blocks, the surplus falls into the lead and the tail
+        nbytes = -(-(lead + read.nbytes) // block) * block
+        source.read_direct_into(read.offset - lead, view[read.position - lead : read.position - lead + nbytes])
+        self._count_direct(read.nbytes)
+
+    def _read_to_slot(self, read: Read, source: ByteSource, slot: _Slot) -> memoryview:
+        aligned = read.copy is None or read.offset % DTYPES[read.copy.source].itemsize == 0
+        if aligned and isinstance(source, AlignedSource) and source.prefers_direct(read.offset, read.nbytes):
+            block = source.block_nbytes
+            lead = read.offset % block
+            nbytes = -(-(lead + read.nbytes) // block) * block
+            view = slot.view(nbytes)
+            source.read_direct_into(read.offset - lead, view)
+            self._count_direct(read.nbytes)
+            return view[lead : lead + read.nbytes]
+        view = slot.view(read.nbytes)
+        source.read_into(read.offset, view)
+        return view
+
+    def _fill_pieces(self, read: Read, source: ByteSource, memory: _Memory, slot: _Slot) -> None:
+        piece = read.nbytes // read.pieces
+        view = memory.views[0][read.position : read.position + read.nbytes] if read.copy is None else slot.view(read.nbytes)
+        for k in range(read.pieces):
+            source.read_into(read.offset + k * read.stride, view[k * piece : (k + 1) * piece])
+        if read.copy is not None:
+            copy_out(view, memory.views[0], read.position, read.copy)
+
+    def _out_of_slot(self, read: Read, span: Span, data: memoryview, memory: _Memory) -> None:
+        if read.copy is not None:
+            copy_out(data, memory.views[0], read.position, read.copy)
+            return
+        for view, at in zip(memory.views, self.plan.tensors.positions[span.first : span.last], strict=True):
+            if view.nbytes:
+                view[:] = data[at : at + view.nbytes]
+
+    def _count_direct(self, nbytes: int) -> None:
+        with self._state:
+            self.progress.direct_nbytes += nbytes
+
+
+def _landing_nbytes(read: Read) -> int:
+    """Bytes of memory that a read fills."""
+    if read.copy is None:
+        return read.nbytes
+    source, target = DTYPES[read.copy.source].itemsize, DTYPES[read.copy.target].itemsize
+    return (math.prod(read.copy.shape) if read.copy.shape is not None else read.nbytes // source) * target
+
+
+class _Slot:
+    """A reader's own buffer: small enough to stay in cache, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._block: Block | None = None
+
+    def view(self, nbytes: int) -> memoryview:
+        if self._block is None or self._block.nbytes < nbytes:
+            self._block = Block(nbytes)
+            self._block.populate(0, nbytes)
+        return self._block.view[:nbytes]
+
+
+def _let_go_of_memory(error: BaseException) -> None:
+    """Free the locals of the frames that an error has passed: they hold views of memory, and tracebacks are kept for long."""
+    seen: BaseException | None = error
+    while seen is not None:
+        trace = seen.__traceback__
+        if seen is error and trace is not None:
+            trace = seen.__traceback__ = trace.tb_next  # the reader's own frame is still running
+        traceback.clear_frames(trace)
+        seen = seen.__cause__ or seen.__context__
+
+
+def _given(destination: Destination) -> memoryview:
+    memory = destination.memory
+    assert memory is not None, "destinations without memory of their own are filled from the engine's"
+    return memory

@@ -1,0 +1,189 @@
+"""How a load is tuned: one frozen value, complete before anything is opened.
+
+Every field of `Options` may be given as an argument of that name, in an `Options`, or in the environment as HEADRACE_<NAME>. An
+argument wins over HEADRACE_*, that over RUNAI_STREAMER_* (the names its users already set), that over what is automatic. This module
+is the only reader of the environment; nothing writes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from headrace.errors import OptionError
+
+Switch = Literal["auto", "on", "off"]
+Demand = Literal["off", "auto", "require"]
+CastPlace = Literal["auto", "host", "device"]
+PartitionPolicy = Literal["spans", "chunks", "files"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "pin": ("off", "auto", "require"),
+    "direct_io": ("auto", "on", "off"),
+    "mmap": ("off", "auto", "require"),
+    "in_place": ("off", "auto", "require"),
+    "gds": ("off", "auto", "require"),
+    "cast_at": ("auto", "host", "device"),
+    "partition": ("spans", "chunks", "files"),
+}
+_RUNAI_NAMES = {
+    "concurrency": "RUNAI_STREAMER_CONCURRENCY",
+    "memory_limit": "RUNAI_STREAMER_MEMORY_LIMIT",
+    "pin": "RUNAI_STREAMER_PIN_MEMORY",
+    "partition": "RUNAI_STREAMER_PARTITION_POLICY",
+}
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Tuning of a load. None means: not said here, so the environment decides, then what is automatic.
+
+    Attributes:
+        concurrency: reads in flight at once, over all shards. Automatic: from the CPUs the cgroup grants and the kind of source.
+        memory_limit: host bytes that may be read ahead of the caller, in bytes or as text ("256MiB"). -1: as much as is useful;
+            0: the least that works, one span of tensors at a time. Tensors the caller keeps come on top, and a tensor larger than
+            the limit still loads. Automatic: an eighth of the memory available, between 64 MiB and 512 MiB.
+        pin: page-lock staging memory: "off", "auto" (one warning where it fails) or "require" (raise where it fails).
+            Automatic: on for GPU targets, off for host targets.
+        direct_io: read local files past the page cache: "auto" (ranges that are not cached already), "on", "off".
+        mmap: hand out views of the mapped file instead of memory of one's own, which is outside the promise that a tensor never
+            changes: "off", "auto" or "require".
+        in_place: register a checkpoint on tmpfs where it lies, for GPU targets: "off", "auto" or "require".
+        gds: direct storage through cuFile or hipFile, for GPU targets: "off", "auto" or "require".
+        cast_at: where a dtype conversion runs: "auto", "host" or "device".
+        partition: how ranks of a group divide a checkpoint: "spans", "chunks" or "files".
+        stall_timeout_s: seconds without a byte after which a network read is tried again.
+        attempts: tries of one network range before its error is raised.
+        deadline_s: seconds after which a network load gives up; None: never.
+
+    Raises:
+        OptionError: a value that cannot be used.
+    """
+
+    concurrency: int | None = None
+    memory_limit: int | None = None
+    pin: Demand | None = None
+    direct_io: Switch | None = None
+    mmap: Demand | None = None
+    in_place: Demand | None = None
+    gds: Demand | None = None
+    cast_at: CastPlace | None = None
+    partition: PartitionPolicy | None = None
+    stall_timeout_s: float | None = None
+    attempts: int | None = None
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if given is not None:
+                object.__setattr__(self, field.name, _checked(field.name, given))
+
+    @classmethod
+    def from_environment(cls, names: Iterable[str] | None = None) -> Options:
+        """The options that the environment sets, from HEADRACE_<NAME> and Run:ai's names.
+
+        Args:
+            names: the fields to look up; all where it is None.
+
+        Raises:
+            OptionError: a name that is no option, or a value that cannot be used; the message names the variable.
+        """
+        wanted = [field.name for field in fields(cls)] if names is None else list(names)
+        for name in wanted:
+            _require_known(name)
+        found: dict[str, Any] = {}
+        for name in wanted:
+            variable, text = _lookup(name)
+            if text is not None:
+                try:
+                    found[name] = _checked(name, _from_text(name, text))
+                except OptionError as exc:
+                    raise OptionError(f"environment variable {variable}={text!r}: {exc}", option=name) from None
+        return cls(**found)
+
+    def merged(self, overrides: dict[str, Any]) -> Options:
+        """These options with `overrides` on top; an override of None leaves the field as it is.
+
+        Raises:
+            OptionError: an override that is no option, naming it and the nearest one.
+        """
+        for name in overrides:
+            _require_known(name)
+        return replace(self, **{name: value for name, value in overrides.items() if value is not None})
+
+
+def resolve(options: Options | None, overrides: dict[str, Any]) -> Options:
+    """Arguments over `options` over the environment. Fields that nobody set stay None."""
+    given = (options if options is not None else Options()).merged(overrides)
+    unset = [field.name for field in fields(given) if getattr(given, field.name) is None]
+    surroundings = Options.from_environment(unset)
+    return replace(given, **{name: getattr(surroundings, name) for name in unset})
+
+
+def parse_nbytes(text: str) -> int:
+    """Bytes from '1048576', '256MiB', '256M' or '2G' (all units are powers of 1024). Raises ValueError."""
+    lowered = text.strip().lower().removesuffix("b").removesuffix("i")
+    digits, unit = (lowered[:-1], lowered[-1]) if lowered[-1:] in ("k", "m", "g", "t") else (lowered, "")
+    return int(float(digits) * _UNITS[unit]) if "." in digits else int(digits) * _UNITS[unit]
+
+
+def _require_known(name: str) -> None:
+    known = [field.name for field in fields(Options)]
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(known)}"
+        raise OptionError(f"there is no option {name!r}{hint}", option=name)
+
+
+def _lookup(name: str) -> tuple[str, str | None]:
+    for variable in (f"HEADRACE_{name.upper()}", _RUNAI_NAMES.get(name, "")):
+        text = os.environ.get(variable, "").strip() if variable else ""
+        if text:
+            return variable, text
+    return "", None
+
+
+def _from_text(name: str, text: str) -> object:
+    if name in ("stall_timeout_s", "deadline_s"):
+        try:
+            return float(text)
+        except ValueError:
+            raise OptionError(f"{name} is a number of seconds", option=name) from None
+    if name == "pin":
+        return {"0": "off", "1": "auto", "false": "off", "true": "auto"}.get(text.lower(), text.lower())
+    return text if name not in _CHOICES else text.lower()
+
+
+def _checked(name: str, value: object) -> object:
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise OptionError(f"{name} is one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}", option=name)
+        return value
+    if name in ("stall_timeout_s", "deadline_s"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise OptionError(f"{name} is a number of seconds above 0, not {value!r}", option=name)
+        return float(value)
+    return _checked_integer(name, value)
+
+
+def _checked_integer(name: str, value: object) -> int:
+    least = -1 if name == "memory_limit" else 1
+    meaning = (
+        "-1, 0 or a number of bytes, such as 268435456 or '256MiB'" if name == "memory_limit" else "a whole number from 1 on"
+    )
+    number: int | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str):
+        try:
+            number = parse_nbytes(value) if name == "memory_limit" else int(value)
+        except ValueError:
+            number = None
+    if number is None or number < least:
+        raise OptionError(f"{name} is {meaning}, not {value!r}", option=name)
+    return number

@@ -1,0 +1,576 @@
+"""PURE: what is read, in what order, where it lands, and why.
+
+The planner turns headers and a selection into three flat tables. `Tensors`: a column per property, a row per tensor. `Span`: a run of
+tensors that share one stretch of memory, and the reads that fill it. `Read`: one request to a source. The unit of work is the chunk, never
+the tensor: one read spans many small tensors, a large tensor spans many reads. The engine carries the tables out in order and
+decides nothing that is decided here.
+
+A span is filled in one of two ways. Straight: its memory is an image of the file, the bytes are read where they stay. By way of a slot:
+a reader reads into a small buffer of its own and copies out of it while it is hot in cache, converting or thinning out on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import sub
+from typing import NamedTuple
+
+from headrace._dtypes import DTYPES
+from headrace._header import Header
+from headrace._slices import Cut, Index, cut_slice, slice_shape
+from headrace.errors import OptionError
+
+KIB, MIB = 1 << 10, 1 << 20
+PAGE = 4096
+CHUNK_NBYTES = (
+    4 * MIB
+)  # page cache: 3 slots of 4 MiB fit the L3 cache and reach 35 GB/s where 16 MiB reach 24 (docs/design.md, 3.3)
+SMALL_NBYTES = 256 * KIB  # below it tensors live apart from larger ones: who keeps only norms and scales keeps only those
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAbilities:
+    """What the planner needs to know of a shard's source.
+
+    Attributes:
+        kind: 'file', 'memory' or 'network'.
+        chunk_nbytes: the longest read.
+        gap_nbytes: unwanted bytes up to this length are read along rather than skipped.
+        cached: whether the bytes come from the page cache; None where there is none to ask.
+        mapped: whether the shard is handed out as views of the mapped file.
+    """
+
+    kind: str
+    chunk_nbytes: int = CHUNK_NBYTES
+    gap_nbytes: int = 32 * KIB
+    cached: bool | None = None
+    mapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Resolved limits of a load: reads in flight, and host bytes read ahead of the caller."""
+
+    concurrency: int
+    memory_limit: int
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes that small tensors may share: a quarter of the limit, so that several spans are under way."""
+        return max(SMALL_NBYTES, min(CHUNK_NBYTES - PAGE, self.memory_limit // 4))
+
+
+class Route(NamedTuple):
+    """How the bytes of one shard travel, and why."""
+
+    url: str
+    route: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Out of a slot into a span's memory, at a read's position. `shape` None: as many elements as were read, one after another.
+
+    Attributes:
+        source, target: dtypes of the format; the same where nothing is converted.
+        shape, strides: a block of the slot, strides in elements.
+        flip: dimensions of `shape` that run backwards in memory.
+    """
+
+    source: str
+    target: str
+    shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    flip: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One request to a source.
+
+    Attributes:
+        shard: which source.
+        offset, nbytes: what is read; `nbytes` counts all pieces.
+        span: whose memory it fills.
+        position: first byte of that memory that it fills.
+        pieces, stride: equal pieces whose starts lie `stride` bytes apart in the file; 1 and 0 for a contiguous range.
+        copy: how the bytes get out of a slot; None where they are read into place.
+    """
+
+    shard: int
+    offset: int
+    nbytes: int
+    span: int
+    position: int
+    pieces: int = 1
+    stride: int = 0
+    copy: Copy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tensors that share one stretch of memory.
+
+    Attributes:
+        shard: the source they come from.
+        first, last: their rows in `Plan.tensors`, end exclusive.
+        first_read, last_read: the reads that fill it, end exclusive.
+        nbytes: bytes of memory.
+        offset: where the memory is an image of the file, the file offset of its byte `lead`; None where it is not.
+        lead: unused bytes in front, so that addresses and offsets are congruent modulo a page (direct I/O).
+        given: the memory is the caller's, one tensor at a time, and not the engine's.
+    """
+
+    shard: int
+    first: int
+    last: int
+    first_read: int
+    last_read: int
+    nbytes: int
+    offset: int | None
+    lead: int = 0
+    given: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The planned tensors as columns, in file order.
+
+    Attributes:
+        names: as the checkpoint spells them.
+        sources: dtype in the file. `dtypes`: dtype handed out.
+        shapes: as handed out, in elements of the format's dtype.
+        positions: first byte in the span's memory. `nbytes`: bytes in memory.
+        rows: row of the header; the shard is the span's.
+    """
+
+    names: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[Sequence[int]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A load, decided but not done. `str(plan)` explains it; printing it costs nothing and reads nothing.
+
+    Attributes:
+        tensors, spans, reads: the tables; see their classes.
+        routes: per shard, how its bytes travel and why.
+        limits: concurrency and memory limit, resolved.
+        wanted_nbytes: bytes of the files that the selected tensors and slices need.
+        read_nbytes: bytes that will be read.
+        left_alone: (tensor, reason) for tensors that a blanket dtype does not touch.
+    """
+
+    tensors: Tensors
+    spans: list[Span]
+    reads: list[Read]
+    routes: tuple[Route, ...]
+    limits: Limits
+    wanted_nbytes: int
+    read_nbytes: int
+    left_alone: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def surplus_nbytes(self) -> int:
+        """Bytes read though no tensor needs them, because that is cheaper than leaving them out."""
+        return self.read_nbytes - self.wanted_nbytes
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Host memory that all tensors take together, in bytes."""
+        return sum(self.tensors.nbytes)
+
+    def __str__(self) -> str:
+        return "\n".join(_explain(self))
+
+
+def make_plan(
+    headers: Sequence[Header],
+    chosen: Sequence[Sequence[int] | None],
+    abilities: Sequence[SourceAbilities],
+    limits: Limits,
+    *,
+    casts: Sequence[Mapping[int, str]] | None = None,
+    slices: Mapping[str, Index] | None = None,
+    given: frozenset[str] | None = None,
+    left_alone: Sequence[tuple[str, str]] = (),
+) -> Plan:
+    """Plan the load of the chosen rows.
+
+    Args:
+        headers: one per shard.
+        chosen: rows per shard, in file order; None for all of them.
+        abilities: one per shard.
+        limits: resolved limits.
+        casts: per shard {row: dtype}; see `_selection.choose_casts`.
+        slices: {tensor name: index}; tensors that are not chosen are ignored.
+        given: names of tensors whose memory the caller provides; None for none of them.
+        left_alone: passed on to the plan.
+
+    Raises:
+        OptionError: a slice that does not fit its tensor.
+    """
+    draft = _Draft(limits, slices or {}, given)
+    for shard, (header, rows, ability) in enumerate(zip(headers, chosen, abilities, strict=True)):
+        draft.add_shard(shard, header, rows, ability, casts[shard] if casts else {})
+    routes = tuple(
+        Route(header.url, *choose_route(ability, len(header.names if rows is None else rows)))
+        for header, rows, ability in zip(headers, chosen, abilities, strict=True)
+    )
+    read_nbytes = sum(read.nbytes for read in draft.reads)
+    return Plan(draft.tensors, draft.spans, draft.reads, routes, limits, draft.wanted_nbytes, read_nbytes, tuple(left_alone))
+
+
+def choose_route(ability: SourceAbilities, count: int) -> tuple[str, str]:
+    """(route, reason) of a shard's bytes to host memory."""
+    if not count:
+        return "none", "no tensor of this shard is wanted"
+    if ability.mapped:
+        return "mapped", "mmap was asked for: tensors are views of the file and change with it"
+    if ability.kind == "memory":
+        return "straight", "copied out of memory into the tensors' own"
+    if ability.kind == "network":
+        return "straight", "ranges are received into the tensors' memory"
+    if ability.cached:
+        return "straight", "in the page cache: read into the tensors' memory"
+    return "straight", "not in the page cache: read past it, into the tensors' memory"
+
+
+class _Run(NamedTuple):
+    """What tensors must have in common to share a span."""
+
+    kind: str  # 'small', 'large': straight; 'cast'; 'slice'
+    source: str = ""
+    target: str = ""
+    given: bool = False
+    serial: int = -1  # keeps tensors that share nothing apart
+
+
+class _Draft:
+    """The tables while they grow, a shard at a time."""
+
+    def __init__(self, limits: Limits, slices: Mapping[str, Index], given: frozenset[str] | None) -> None:
+        self.limits, self.slices, self.given = limits, slices, given
+        self.tensors, self.spans, self.reads = Tensors(), list[Span](), list[Read]()
+        self.wanted_nbytes = 0
+
+    def add_shard(
+        self, shard: int, header: Header, rows: Sequence[int] | None, ability: SourceAbilities, casts: Mapping[int, str]
+    ) -> None:
+        planner = _ShardPlanner(self, shard, header, rows, ability, casts)
+        plain = not casts and self.given is None and not (self.slices and any(name in self.slices for name in planner.names))
+        for run, first, last in planner.size_runs() if plain else planner.keyed_runs():
+            planner.add_run(run, first, last)
+
+
+class _ShardPlanner:
+    """One shard: its wanted tensors as columns, cut into runs, spans and reads."""
+
+    def __init__(
+        self,
+        draft: _Draft,
+        shard: int,
+        header: Header,
+        rows: Sequence[int] | None,
+        ability: SourceAbilities,
+        casts: Mapping[int, str],
+    ) -> None:
+        self.draft, self.shard, self.ability, self.casts = draft, shard, ability, casts
+        self.aligned = header.aligned
+        self.contiguous = rows is None
+        self.rows: Sequence[int] = range(len(header.names)) if rows is None else rows
+        self.names, self.dtypes, self.shapes, self.starts, self.ends = (
+            column if rows is None else [column[row] for row in rows]
+            for column in (header.names, header.dtypes, header.shapes, header.starts, header.ends)
+        )
+        self.sizes = list(map(sub, self.ends, self.starts))
+
+    # -- runs: neighbours of one kind ------------------------------------------------------------------------------------------
+
+    def size_runs(self) -> Iterator[tuple[_Run, int, int]]:
+        """Runs of small and of large tensors. The common case, and the only one that has to be quick per tensor."""
+        large = [i for i, nbytes in enumerate(self.sizes) if nbytes >= SMALL_NBYTES]
+        at = 0
+        for _, group in groupby(enumerate(large), key=lambda pair: pair[1] - pair[0]):
+            members = [i for _, i in group]
+            first, last = members[0], members[-1] + 1
+            if first > at:
+                yield _Run("small"), at, first
+            yield _Run("large"), first, last
+            at = last
+        if at < len(self.sizes):
+            yield _Run("small"), at, len(self.sizes)
+
+    def keyed_runs(self) -> Iterator[tuple[_Run, int, int]]:
+        """Runs where casts, slices or given memory make neighbours differ."""
+        for run, group in groupby(range(len(self.names)), key=self._key):
+            members = list(group)
+            yield run, members[0], members[-1] + 1
+
+    def _key(self, i: int) -> _Run:
+        name, given = self.names[i], self.draft.given
+        own = given is not None and name in given
+        target = self.casts.get(self.rows[i], self.dtypes[i])
+        if name in self.draft.slices:
+            return _Run("slice", self.dtypes[i], target, own, i)
+        if target != self.dtypes[i]:
+            return _Run("cast", self.dtypes[i], target, own, i if own else -1)
+        return _Run("small" if self.sizes[i] < SMALL_NBYTES else "large", given=own)
+
+    def add_run(self, run: _Run, first: int, last: int) -> None:
+        if run.kind == "slice":
+            self._add_slice(run, first)
+            return
+        gap = 0 if run.kind == "cast" else self.ability.gap_nbytes
+        for begin, end in self._split(first, last, gap, aligned=self.aligned or run.kind == "cast"):
+            if run.kind == "cast":
+                self._add_cast(run, begin, end)
+            elif run.given and end - begin == 1:
+                self._add_image(begin, end, given=True)
+            elif run.given:
+                self._add_scatter(begin, end)
+            else:
+                self._add_image(begin, end, given=False)
+
+    def _split(self, first: int, last: int, gap: int, *, aligned: bool) -> Iterator[tuple[int, int]]:
+        """Stretches of a run that fit one span: near enough in the file, short enough, every address aligned."""
+        for begin, end in self._neighbours(first, last, gap):
+            while begin < end:
+                limit = self.starts[begin] + self.draft.limits.span_nbytes
+                stop = min(end, max(begin + 1, bisect_right(self.ends, limit, begin, end)))
+                if not aligned:
+                    stop = self._aligned_until(begin, stop)
+                yield begin, stop
+                begin = stop
+
+    def _neighbours(self, first: int, last: int, gap: int) -> Iterator[tuple[int, int]]:
+        begin = first
+        if not self.contiguous:
+            for i in range(first + 1, last):
+                if not 0 <= self.starts[i] - self.ends[i - 1] <= gap:
+                    yield begin, i
+                    begin = i
+        yield begin, last
+
+    def _aligned_until(self, begin: int, end: int) -> int:
+        origin = self.starts[begin]
+        for i in range(begin + 1, end):
+            if (self.starts[i] - origin) % DTYPES[self.dtypes[i]].itemsize:
+                return i
+        return end
+
+    # -- spans -----------------------------------------------------------------------------------------------------------------
+
+    def _add_image(self, first: int, last: int, *, given: bool) -> None:
+        """Straight: memory is an image of the file. Addresses and file offsets agree modulo a page unless that would misalign."""
+        start, end = self.starts[first], max(self.starts[first], self.ends[last - 1])
+        congruent = not given and start % DTYPES[self.dtypes[first]].itemsize == 0
+        lead = start % PAGE if congruent else 0
+        self._record(first, last, self.sizes[first:last], [at - start + lead for at in self.starts[first:last]])
+        self._close_span(
+            first,
+            last,
+            self._image_reads(start, end, lead),
+            nbytes=lead + end - start,
+            offset=start if congruent else None,
+            lead=lead,
+            given=given,
+        )
+
+    def _image_reads(
+        self, start: int, end: int, position: int, copy: Copy | None = None, itemsizes: tuple[int, int] = (1, 1)
+    ) -> Iterator[Read]:
+        """Chunks of a contiguous range; inner boundaries are page boundaries of the file where elements allow it."""
+        wide, narrow = itemsizes
+        at = start
+        while at < end:
+            stop = min(end, at + self.ability.chunk_nbytes)
+            if stop < end and (stop - stop % PAGE - start) % wide == 0:
+                stop -= stop % PAGE
+            yield Read(self.shard, at, stop - at, len(self.draft.spans), position + (at - start) // wide * narrow, copy=copy)
+            at = stop
+
+    def _add_cast(self, run: _Run, first: int, last: int) -> None:
+        """One copy converts a whole run: the elements follow each other in the file and in memory alike."""
+        wide, narrow = DTYPES[run.source].itemsize, DTYPES[run.target].itemsize
+        start, end = self.starts[first], self.ends[last - 1]
+        sizes = [nbytes // wide * narrow for nbytes in self.sizes[first:last]]
+        positions = [(at - start) // wide * narrow for at in self.starts[first:last]]
+        self._record(first, last, sizes, positions, target=run.target)
+        reads = self._image_reads(start, end, 0, Copy(run.source, run.target), (wide, narrow))
+        self._close_span(first, last, reads, nbytes=sum(sizes), offset=None, given=run.given)
+
+    def _add_scatter(self, first: int, last: int) -> None:
+        """Small tensors with memory of their own: one read into a slot, then a copy to each."""
+        start, end = self.starts[first], self.ends[last - 1]
+        self._record(first, last, self.sizes[first:last], [at - start for at in self.starts[first:last]])
+        reads = [Read(self.shard, start, end - start, len(self.draft.spans), 0)] if end > start else []
+        self._close_span(first, last, reads, nbytes=end - start, offset=None, given=True)
+
+    def _add_slice(self, run: _Run, i: int) -> None:
+        dtype, target = DTYPES[run.source], DTYPES[run.target]
+        index = self.draft.slices[self.names[i]]
+        try:
+            cuts, shape = cut_slice(
+                self.shapes[i],
+                index,
+                bits=dtype.bits,
+                slot_nbytes=self.ability.chunk_nbytes,
+                pieces_from_nbytes=pieces_from(self.ability, self.shapes[i], index),
+            )
+        except (IndexError, TypeError, ValueError) as exc:
+            shown = f"{self.names[i]!r} of shape {list(self.shapes[i])}"
+            raise OptionError(f"slice {index!r} does not fit tensor {shown}: {exc}", option="slices") from exc
+        wanted = math.prod(shape) * dtype.bits // 8
+        if len(cuts) == 1 and cuts[0].pieces == 1 and cuts[0].shape is None and run.source == run.target:
+            self._add_row_slice(i, cuts[0], shape, given=run.given)
+            return
+        nbytes = math.prod(shape) * target.bits // 8
+        self._record(i, i + 1, [nbytes], [0], target=run.target, shape=shape, wanted=wanted)
+        reads = [read for cut in cuts for read in self._cut_reads(cut, self.starts[i], run)]
+        self._close_span(i, i + 1, reads, nbytes=nbytes, offset=None, given=run.given)
+
+    def _add_row_slice(self, i: int, cut: Cut, shape: tuple[int, ...], *, given: bool) -> None:
+        """A contiguous slice is a smaller tensor."""
+        start = self.starts[i] + cut.offset
+        congruent = not given and start % DTYPES[self.dtypes[i]].itemsize == 0
+        lead = start % PAGE if congruent else 0
+        self._record(i, i + 1, [cut.nbytes], [lead], shape=shape, wanted=cut.nbytes)
+        reads = self._image_reads(start, start + cut.nbytes, lead)
+        self._close_span(i, i + 1, reads, nbytes=lead + cut.nbytes, offset=start if congruent else None, lead=lead, given=given)
+
+    def _cut_reads(self, cut: Cut, start: int, run: _Run) -> Iterator[Read]:
+        span, wide, narrow = len(self.draft.spans), DTYPES[run.source].itemsize, DTYPES[run.target].itemsize
+        offset, position = start + cut.offset, cut.position // wide * narrow
+        if cut.shape is not None:
+            copy = Copy(run.source, run.target, cut.shape, cut.strides, cut.flip)
+            yield Read(self.shard, offset, cut.nbytes, span, position, copy=copy)
+            return
+        convert = Copy(run.source, run.target) if run.source != run.target else None
+        piece = cut.nbytes // cut.pieces
+        if cut.pieces == 1 or piece > self.ability.chunk_nbytes:
+            for k in range(cut.pieces):
+                begin, at = offset + k * cut.stride, position + k * piece // wide * narrow
+                yield from self._image_reads(begin, begin + piece, at, convert, (wide, narrow))
+            return
+        group = self.ability.chunk_nbytes // piece
+        for k in range(0, cut.pieces, group):
+            count = min(group, cut.pieces - k)
+            at = position + k * piece // wide * narrow
+            yield Read(self.shard, offset + k * cut.stride, count * piece, span, at, count, cut.stride, convert)
+
+    # -- tables ----------------------------------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        first: int,
+        last: int,
+        sizes: list[int],
+        positions: list[int],
+        *,
+        target: str | None = None,
+        shape: tuple[int, ...] | None = None,
+        wanted: int | None = None,
+    ) -> None:
+        tensors = self.draft.tensors
+        tensors.names.extend(self.names[first:last])
+        tensors.sources.extend(self.dtypes[first:last])
+        tensors.dtypes.extend(self.dtypes[first:last] if target is None else [target] * (last - first))
+        tensors.shapes.extend(self.shapes[first:last] if shape is None else [shape])
+        tensors.positions.extend(positions)
+        tensors.nbytes.extend(sizes)
+        tensors.rows.extend(self.rows[first:last])
+        self.draft.wanted_nbytes += sum(self.sizes[first:last]) if wanted is None else wanted
+
+    def _close_span(
+        self,
+        first: int,
+        last: int,
+        reads: Iterator[Read] | list[Read],
+        *,
+        nbytes: int,
+        offset: int | None,
+        lead: int = 0,
+        given: bool,
+    ) -> None:
+        draft = self.draft
+        first_read, count = len(draft.reads), len(draft.tensors)
+        draft.reads += reads
+        draft.spans.append(
+            Span(self.shard, count - (last - first), count, first_read, len(draft.reads), nbytes, offset, lead, given)
+        )
+
+
+def pieces_from(ability: SourceAbilities, shape: Sequence[int], index: Index) -> float:
+    """Bytes from which pieces of a slice are read one by one rather than with everything between them.
+
+    Measured (docs/design.md, 3.11): from the page cache 8 KiB, whatever the share. Cold, the break-even moves with the share of the
+    tensor that is wanted: a sixteenth 12 KiB, an eighth 32 KiB, a quarter 128 KiB, a half never. Network requests cost
+    a round trip each: pieces below a chunk never pay.
+    """
+    if ability.kind == "network":
+        return float(ability.chunk_nbytes)
+    if ability.kind == "memory" or ability.cached:
+        return 8 * KIB
+    share = math.prod(slice_shape(shape, index)) / max(1, math.prod(shape))
+    for most, nbytes in ((1 / 16, 12 * KIB), (1 / 8, 32 * KIB), (1 / 4, 128 * KIB)):
+        if share <= most:
+            return float(nbytes)
+    return math.inf
+
+
+# -- explanation ---------------------------------------------------------------------------------------------------------------
+
+
+def _explain(plan: Plan) -> Iterator[str]:
+    wanted, surplus = format_nbytes(plan.wanted_nbytes), plan.surplus_nbytes
+    yield f"{len(plan.tensors):,} tensors, {wanted} in {sum(route.route != 'none' for route in plan.routes)} shard(s) of {len(plan.routes)}"
+    extra = f", {format_nbytes(surplus)} of them surplus (cheaper read than skipped)" if surplus else ""
+    yield f"reads    {len(plan.reads):,} requests for {format_nbytes(plan.read_nbytes)}{extra}; {plan.limits.concurrency} at a time"
+    yield f"memory   {format_nbytes(plan.memory_nbytes)} of tensors in {len(plan.spans):,} spans; at most {format_nbytes(_bound(plan))} ahead of the caller"
+    casts = sum(source != target for source, target in zip(plan.tensors.sources, plan.tensors.dtypes, strict=True))
+    if casts:
+        yield f"casts    {casts:,} tensors, in the reader threads while the bytes are hot in cache"
+    if plan.left_alone:
+        yield f"kept     {len(plan.left_alone):,} tensors keep their dtype: {_first(plan.left_alone)}"
+    for (route, reason), group in groupby(sorted(plan.routes, key=lambda r: r[1:]), key=lambda r: r[1:]):
+        urls = [r.url for r in group]
+        yield f"route    {route}: {reason} ({_shortened(urls)})"
+
+
+def _bound(plan: Plan) -> int:
+    return max(plan.limits.memory_limit, max((span.nbytes for span in plan.spans), default=0))
+
+
+def _first(pairs: Sequence[tuple[str, str]]) -> str:
+    shown = "; ".join(f"{name} ({reason})" for name, reason in pairs[:3])
+    return shown + ("; ..." if len(pairs) > 3 else "")
+
+
+def _shortened(urls: Sequence[str]) -> str:
+    names = [url.rstrip("/").rpartition("/")[2] for url in urls]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def format_nbytes(nbytes: float) -> str:
+    """'512 B', '1.5 KiB', '86.7 MiB', '3.74 GiB': three significant digits, powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 999.5:
+            break
+        nbytes /= 1024
+    else:
+        unit = "TiB"
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"

@@ -1,0 +1,116 @@
+"""What a load has done so far, and where its time went.
+
+`Progress` counts; the engine writes it under its own lock. `Snapshot` is a frozen copy for everybody else: progress bars, logs,
+`stream.stats`. Nothing here knows where the numbers come from.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A load at one moment. Bytes are bytes, times are seconds of wall clock.
+
+    Attributes:
+        seconds: since the stream was opened, until it ended.
+        total_nbytes: bytes that will be read from the sources, the surplus included, headers not.
+        read_nbytes: bytes read so far; `direct_nbytes` of them past the page cache.
+        surplus_nbytes: bytes of the plan that no tensor needs, read because that is cheaper than leaving them out.
+        total_tensors, tensors: how many tensors will be, and have been, handed out.
+        tensor_nbytes: bytes of the tensors handed out so far.
+        copied_nbytes: bytes that took one more hop in host memory (casts, slices, unaligned direct reads); `cast_nbytes` of them
+            were converted on the way. Both count source bytes.
+        source_wait_s: how long the caller waited for bytes.
+        memory_wait_s: how long readers waited for memory, that is, for the caller.
+        caller_s: how long the caller kept the iterator waiting between tensors.
+        peak_nbytes: most host memory the load held at once for tensors and staging, in bytes.
+        kept_nbytes: memory of tensors that the caller still held when the load had to go on without it.
+        concurrency, memory_limit: what was chosen, where the caller left it open.
+        routes: per shard (url, route, reason).
+        left_alone: (tensor, reason) of tensors that a blanket dtype did not touch.
+        degraded: every fallback, in words; each was also warned about once.
+    """
+
+    seconds: float = 0.0
+    total_nbytes: int = 0
+    read_nbytes: int = 0
+    direct_nbytes: int = 0
+    surplus_nbytes: int = 0
+    total_tensors: int = 0
+    tensors: int = 0
+    tensor_nbytes: int = 0
+    copied_nbytes: int = 0
+    cast_nbytes: int = 0
+    source_wait_s: float = 0.0
+    memory_wait_s: float = 0.0
+    caller_s: float = 0.0
+    peak_nbytes: int = 0
+    kept_nbytes: int = 0
+    concurrency: int = 0
+    memory_limit: int = 0
+    routes: tuple[tuple[str, str, str], ...] = ()
+    left_alone: tuple[tuple[str, str], ...] = ()
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Bytes read per second so far."""
+        return self.read_nbytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def slowest(self) -> str:
+        """Which stage held the load up most: 'source', 'caller' or 'memory'."""
+        waits = {"source": self.source_wait_s, "caller": self.caller_s, "memory": 0.0}
+        return max(waits, key=lambda stage: waits[stage])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain data for JSON. Names are stable; new ones may be added."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of a running load. Written by the engine under its lock; read through `snapshot()`."""
+
+    total_nbytes: int = 0
+    surplus_nbytes: int = 0
+    total_tensors: int = 0
+    concurrency: int = 0
+    memory_limit: int = 0
+    routes: tuple[tuple[str, str, str], ...] = ()
+    left_alone: tuple[tuple[str, str], ...] = ()
+    read_nbytes: int = 0
+    direct_nbytes: int = 0
+    tensors: int = 0
+    tensor_nbytes: int = 0
+    copied_nbytes: int = 0
+    cast_nbytes: int = 0
+    source_wait_s: float = 0.0
+    memory_wait_s: float = 0.0
+    caller_s: float = 0.0
+    peak_nbytes: int = 0
+    kept_nbytes: int = 0
+    degraded: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+
+    def finish(self) -> None:
+        """Stop the clock. The first call counts."""
+        if self.ended is None:
+            self.ended = time.perf_counter()
+
+    def snapshot(self) -> Snapshot:
+        """A frozen copy of the counters as they are now."""
+        end = self.ended if self.ended is not None else time.perf_counter()
+        return Snapshot(
+            seconds=end - self.started,
+            degraded=tuple(self.degraded),
+            **{name: getattr(self, name) for name in _COPIED},
+        )
+
+
+_COPIED = tuple(name for name in Progress.__dataclass_fields__ if name not in ("degraded", "started", "ended"))

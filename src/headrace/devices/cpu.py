@@ -1,0 +1,140 @@
+"""Host memory as torch tensors.
+
+A tensor is `torch.frombuffer` over its span's owner: a storage and a version counter of its own for 1.5 microseconds. `as_strided` of
+one base would be quicker, and wrong: siblings would share a version counter (a BatchNorm's update makes another tensor's
+backward fail), and pickling a scale would write the whole span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headrace._dtypes import BY_TORCH_NAME, DTYPES
+from headrace._staging import view_at
+from headrace.devices.base import Destination
+from headrace.errors import OptionError
+
+_TORCH: dict[str, torch.dtype | None] = {
+    name: getattr(torch, dtype.torch, None) if dtype.torch else None for name, dtype in DTYPES.items()
+}
+
+
+class CpuTarget:
+    """The CPU's memory, as torch tensors."""
+
+    name = "cpu"
+
+    def wrap(
+        self,
+        owner: memoryview | None,
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        positions: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[Any]:
+        frombuffer, kinds = torch.frombuffer, _KINDS
+        made = []
+        with torch.inference_mode(False):  # a tensor made in inference mode could never be trained or written to
+            for dtype, shape, position, nbytes in zip(dtypes, shapes, positions, sizes, strict=True):
+                kind, itemsize = kinds[dtype]
+                if kind is None or not nbytes:
+                    made.append(_unusual(owner, dtype, shape, position, nbytes))
+                else:
+                    made.append(frombuffer(owner, dtype=kind, count=nbytes // itemsize, offset=position).view(shape))
+        return made
+
+    def allocate(self, dtype: str, shape: Sequence[int], nbytes: int) -> tuple[Any, memoryview]:
+        kind, dimensions = torch_form(dtype, shape, nbytes)
+        with torch.inference_mode(False):
+            tensor = torch.empty(dimensions, dtype=kind)
+        return tensor, view_at(tensor.data_ptr(), nbytes, tensor)
+
+    def destination(self, tensor: Any, name: str, dtype: str, shape: Sequence[int]) -> Destination:
+        return TorchDestination(tensor, name, dtype, shape)
+
+
+class TorchDestination:
+    """A tensor of the caller's, checked, and pinned down while bytes are written through its address."""
+
+    def __init__(self, tensor: torch.Tensor, name: str, dtype: str, shape: Sequence[int]) -> None:
+        _refuse_unwritable(tensor, name)
+        found = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
+        nbytes = DTYPES[dtype].bits * torch.Size(shape).numel() // 8
+        expected, dimensions = torch_form(dtype, shape, nbytes)
+        if tuple(tensor.shape) != tuple(dimensions):
+            raise _refusal(name, f"its shape is {list(tensor.shape)}, the checkpoint's is {list(dimensions)}")
+        if found is None or (
+            tensor.dtype != expected and (found.bits < 8 or DTYPES[dtype].bits < 8 or DTYPES[dtype].torch is None)
+        ):
+            raise _refusal(name, f"{dtype} cannot be converted to its dtype, {tensor.dtype}")
+        self._tensor = tensor
+        self.dtype = dtype if tensor.dtype == expected else found.name
+        self.memory: memoryview | None = None
+        if tensor.is_contiguous():
+            self.memory = view_at(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
+
+    def fill_from(self, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._tensor.copy_(tensor)
+
+    def finish(self) -> torch.Tensor:
+        if self.memory is not None:
+            torch.autograd.graph.increment_version(self._tensor)
+        return self._tensor
+
+
+def torch_form(dtype: str, shape: Sequence[int], nbytes: int) -> tuple[torch.dtype, Sequence[int]]:
+    """(torch dtype, torch shape) of a tensor of the format; raw uint8 of one dimension where torch has no such dtype.
+
+    torch packs two F4 elements into one of float4_e2m1fn_x2, so the last dimension halves, as in safetensors' own loader.
+    """
+    kind = _TORCH[dtype]
+    if kind is None:
+        return torch.uint8, (nbytes,)
+    if DTYPES[dtype].bits == 8 * kind.itemsize:
+        return kind, shape
+    if shape and shape[-1] % 2 == 0:
+        return kind, (*shape[:-1], shape[-1] // 2)
+    return torch.uint8, (nbytes,)
+
+
+_KINDS = {
+    name: (kind if kind is not None and DTYPES[name].bits >= 8 else None, DTYPES[name].itemsize) for name, kind in _TORCH.items()
+}
+
+
+def _unusual(owner: memoryview | None, dtype: str, shape: Sequence[int], position: int, nbytes: int) -> torch.Tensor:
+    """Empty tensors, and dtypes that torch lacks or packs."""
+    kind, dimensions = torch_form(dtype, shape, nbytes)
+    if not nbytes or owner is None:
+        return torch.empty(dimensions, dtype=kind)
+    return torch.frombuffer(owner, dtype=torch.uint8, count=nbytes, offset=position).view(kind).view(dimensions)
+
+
+def _refuse_unwritable(tensor: torch.Tensor, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise _refusal(name, f"it is a {type(tensor).__name__}, not a tensor")
+    if tensor.device.type != "cpu":
+        raise _refusal(name, f"it is on {tensor.device}, and this load goes to cpu")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise _refusal(name, "it is sparse or quantized")
+    if tensor.is_conj() or tensor.is_neg():
+        raise _refusal(name, "it is a conjugated or negated view; call resolve_conj() or resolve_neg() on it first")
+    if _overlaps_itself(tensor):
+        raise _refusal(name, "several of its elements share memory (it was expanded); call contiguous() on it first")
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    covered = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride < covered:
+            return True
+        covered = stride * size
+    return False
+
+
+def _refusal(name: str, reason: str) -> OptionError:
+    return OptionError(f"into: cannot write {name!r} into the tensor given for it: {reason}", option="into")
