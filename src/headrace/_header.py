@@ -181,7 +181,7 @@ def parse_header(text: bytes, *, url: str, nbytes: int) -> Header:
 
 
 def _read_fast(text: bytes) -> _Columns | None:
-    if orjson is None or any(part in text for part in _UNPROVABLE):
+    if orjson is None or not _is_provable(text):
         return None
     try:
         parsed = orjson.loads(text)
@@ -196,6 +196,11 @@ def _read_fast(text: bytes) -> _Columns | None:
         return _columns_of(metadata, parsed) if text.count(b'"') == 2 * nstrings else None
     except (ValueError, TypeError, KeyError, OverflowError):  # not JSON; a field missing or of another type
         return None
+
+
+def _is_provable(text: bytes) -> bool:
+    # The search for one byte is memchr, ten times faster than that for two, and mostly finds none.
+    return not any(part[:1] in text and part in text for part in _UNPROVABLE)
 
 
 def _columns_of(metadata: dict[str, str] | None, parsed: dict[str, Any]) -> _Columns | None:
