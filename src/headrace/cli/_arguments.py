@@ -1,0 +1,117 @@
+"""The arguments that `plan` and `load` share, and how text becomes what the API takes. Values are checked there, not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from headrace import OptionError
+
+Paths: TypeAlias = Annotated[
+    list[str],
+    typer.Argument(metavar="PATH", help="A safetensors file, several of them, a folder of shards, or an index file."),
+]
+Names: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors, a name or glob; may be repeated.")
+]
+DTypes: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        metavar="[GLOB=]DTYPE",
+        help="Convert to bfloat16, F32, ...: all that are not quantized, or those a name or glob fits; may be repeated.",
+    ),
+]
+Slices: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--slice", metavar="NAME=INDEX", help="Only a part of a tensor, as in numpy: 'w=0:128, :'; may be repeated."),
+]
+Concurrency: TypeAlias = Annotated[
+    int | None, typer.Option("--concurrency", metavar="N", help="Reads in flight at once.  [default: from the CPUs]")
+]
+MemoryLimit: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        help="Memory for reading ahead, such as 256MiB; 0 the least, -1 no limit.  [default: from the memory]",
+    ),
+]
+DirectIO: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--direct-io", metavar="auto|on|off", help="Read past the page cache; auto: what is not cached.  [default: auto]"
+    ),
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+
+
+def as_url(paths: Sequence[str]) -> str | list[str]:
+    """What the API takes as `url`: one path, or the files of one checkpoint."""
+    return paths[0] if len(paths) == 1 else list(paths)
+
+
+def request(
+    names: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    slices: Sequence[str] | None,
+    concurrency: int | None,
+    memory_limit: str | None,
+    direct_io: str | None,
+) -> dict[str, Any]:
+    """The keyword arguments of `headrace.plan` and `headrace.stream`.
+
+    Raises:
+        OptionError: a --dtype or --slice that is not written as it should be.
+    """
+    return {
+        "names": names or None,
+        "dtype": parse_dtypes(dtypes or ()),
+        "slices": dict(map(parse_slice, slices or ())) or None,
+        "concurrency": concurrency,
+        "memory_limit": memory_limit,
+        "direct_io": direct_io,
+    }
+
+
+def parse_dtypes(texts: Sequence[str]) -> str | dict[str, str] | None:
+    """The dtype rule of ['F16'], or of ['lm_head.*=F32', 'F16'], where what stands alone is for all the others."""
+    rule: dict[str, str] = {}
+    for text in texts:
+        name, _, dtype = text.rpartition("=")
+        if (name or "*") in rule:
+            raise OptionError(f"--dtype {text!r}: {name or 'all tensors'} has two dtypes; give one of them", option="dtype")
+        rule[name or "*"] = dtype
+    others = rule.pop("*", None)
+    if others is not None:
+        rule["*"] = others  # the first that fits counts
+    return others if rule.keys() == {"*"} else rule or None
+
+
+def parse_slice(text: str) -> tuple[str, tuple[Any, ...]]:
+    """(name, index) of 'NAME=0:128, ::2'."""
+    name, equals, index = text.rpartition("=")
+    if not equals or not index.strip():
+        raise OptionError(
+            f"--slice {text!r} names no tensor, or no index; write NAME=INDEX, such as 'w=0:128, :'", option="slices"
+        )
+    try:
+        return name, tuple(_parse_axis(part.strip()) for part in index.strip().removeprefix("[").removesuffix("]").split(","))
+    except ValueError:
+        raise OptionError(
+            f"--slice {text!r}: {index!r} is no index; write it as in numpy, from whole numbers, ':' and '...', as in '0:128, :'",
+            option="slices",
+        ) from None
+
+
+def _parse_axis(text: str) -> Any:
+    if text == "...":
+        return ...
+    parts = [int(part) if part.strip() else None for part in text.split(":")]
+    if len(parts) == 1 and parts[0] is not None:
+        return parts[0]
+    if 2 <= len(parts) <= 3:
+        return slice(*parts)
+    raise ValueError(text)

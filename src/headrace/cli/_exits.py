@@ -1,0 +1,116 @@
+"""How a command ends: which exit code, what is said, and that it ends at all.
+
+An error is one line on stderr, whatever characters a file or tensor name puts into it. Tracebacks are for `--debug`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import typer
+
+from headrace import HeadraceError, OptionError
+from headrace.cli._screen import printable
+
+DATA, USAGE, BUG, INTERRUPTED, PIPE_CLOSED = 1, 2, 70, 130, 141
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the checkpoint cannot be read, breaks the format, or has no tensor of a name asked for; "
+    "2 an option or argument that cannot be used; 130 stopped by Ctrl-C; 141 the reader of a pipe left; 70 a bug in headrace."
+)
+
+_LAST_S = 1.5  # readers of a stalled disk do not come back; after that the process ends without them
+
+
+def say(kind: str, text: str) -> None:
+    """One line on stderr."""
+    print(f"headrace: {kind}: {printable(text)}" if kind else f"headrace: {printable(text)}", file=sys.stderr)  # noqa: T201
+
+
+@contextmanager
+def endings(*, debug: bool) -> Iterator[None]:
+    """Turn what a command raises into a line on stderr and an exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("\n" if sys.stderr.isatty() else "")  # the terminal has echoed ^C
+        raise _ended("", "interrupted", INTERRUPTED, debug=debug) from None
+    except BrokenPipeError:
+        _discard_stdout()
+        raise typer.Exit(PIPE_CLOSED) from None
+    except HeadraceError as error:
+        raise _ended("error", str(error), USAGE if isinstance(error, OptionError) else DATA, debug=debug) from None
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        text = f"loading needs {error.name}, which is not installed here; try: pip install 'headrace[torch]'"
+        raise _ended("error", text, DATA, debug=debug) from None
+    except (OSError, MemoryError) as error:
+        raise _ended("error", str(error) or type(error).__name__, DATA, debug=debug) from None
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}; this is a bug in headrace, and --debug shows where"
+        raise _ended("internal error", text, BUG, debug=debug) from error
+
+
+def _ended(kind: str, text: str, code: int, *, debug: bool) -> typer.Exit:
+    if debug:
+        traceback.print_exc()
+    say(kind, text)
+    return typer.Exit(code)
+
+
+def _discard_stdout() -> None:
+    """Nobody reads stdout any more: what is still buffered must not fail when the interpreter flushes it at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+# -- the process, set up once by main() ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """End within two seconds of Ctrl-C, even where a reader is stuck in a system call; a second Ctrl-C ends at once."""
+    signal.signal(signal.SIGINT, _on_interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _on_interrupt(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, lambda *_: _leave())
+    timer = threading.Timer(_LAST_S, _leave)
+    timer.daemon = True
+    timer.start()
+    raise KeyboardInterrupt
+
+
+def _leave() -> None:
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\x1b[?25h")  # a progress bar has hidden the cursor
+    os._exit(INTERRUPTED)
+
+
+def speak_plainly() -> None:
+    """Warnings are lines like all others, and no character is one that stdout or stderr cannot print."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    logging.getLogger("headrace").addHandler(_Warnings(logging.WARNING))
+    warnings.showwarning = lambda message, *_, **__: say("warning", str(message))
+
+
+class _Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say("warning", record.getMessage())
