@@ -1,16 +1,17 @@
 """The public verbs. Each assembles the parts for one call: finds the source, opens the checkpoint, plans, and runs the engine.
 
-The only module that picks adapters; everything below is handed what it needs. torch is imported when tensors are about to be made and
-not before: `open` and `plan` work without it.
+The only module that picks adapters; everything below is handed what it needs. torch is imported when tensors are about to
+be made and not before: `open` and `plan` work without it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import sub
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from typing_extensions import Self
@@ -40,15 +41,17 @@ Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
-_AUTOMATIC_LIMIT = (64 * MIB, 512 * MIB)
+_MOST_AHEAD = 512 * MIB
+_LEAST_AHEAD = 64 * MIB
+_LEAST_AHEAD_CACHED = 16 * MIB  # four spans, which fit the L3 cache: memory that is hot is read into fastest (design, 3.3)
 
 
 def open(url: Location, *, options: Options | None = None, **overrides: Any) -> Checkpoint:
     """Open a checkpoint and check all of its headers. No tensor is read, and torch is not needed.
 
     Args:
-        url: a safetensors file, a folder of shards, an index file, or a list of files; as a path or `file://` URL. A `ByteSource`
-            or `Folder` of one's own works as well.
+        url: a safetensors file, a folder of shards, an index file, or a list of files; as a path or `file://` URL. A
+            `ByteSource` or `Folder` of one's own works as well.
         options: tuning; see `Options`. Every field may also be given by name.
 
     Returns:
@@ -117,21 +120,22 @@ def stream(
 ) -> TensorStream:
     """Stream tensors: (name, tensor) pairs come as soon as their bytes are in, while reading goes on.
 
-    A tensor that was handed out is yours. It never changes afterwards, whatever you do with it, and its memory is used again only when
-    nothing refers to it any more.
+    A tensor that was handed out is yours. It never changes afterwards, whatever you do with it, and its memory is used
+    again only when nothing refers to it any more.
 
     Args:
         url: as for `open`; also an open `Checkpoint`, which stays open.
         device: where the tensors go. Today "cpu".
         names: which tensors: a name or glob, several of them, or a predicate that takes a `TensorInfo`. None: all.
-        slices: {name: index} with numpy's meaning (integers, slices with any step, '...'); only what is needed is read, or a range
-            that covers it where that is cheaper.
-        dtype: convert while loading: one dtype, a mapping from names or globs to dtypes, or a callable that takes a `TensorInfo` and
-            returns a dtype or None. The bits are those of `tensor.to(dtype)`. One dtype, or a glob, never touches integers, bools or
-            quantized data, nor the scales that belong to it; a full name or a callable is obeyed.
+        slices: {name: index} with numpy's meaning (integers, slices with any step, '...'); only what is needed is read,
+            or a range that covers it where that is cheaper.
+        dtype: convert while loading: one dtype, a mapping from names or globs to dtypes, or a callable that takes a
+            `TensorInfo` and returns a dtype or None. The bits are those of `tensor.to(dtype)`. One dtype, or a glob,
+            never touches integers, bools or quantized data, nor the scales that belong to it; a full name or a callable
+            is obeyed.
         target_dtypes: another name for `dtype`.
-        into: tensors to fill: a mapping by name, or a callable that takes a `TensorInfo` and returns a tensor or None. A tensor of
-            another dtype converts the values. What is handed out then is the tensor given.
+        into: tensors to fill: a mapping by name, or a callable that takes a `TensorInfo` and returns a tensor or None. A
+            tensor of another dtype converts the values. What is handed out then is the tensor given.
         rename: names to hand the tensors out under: a mapping or a callable.
         ownership: "leased": tensors share recycled memory, safely. "copied": each tensor has memory of its own, of its size.
             "borrowed": a tensor may be used until the next one has been taken; keeping one longer raises `StreamError`.
@@ -194,8 +198,8 @@ def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
 class TensorStream(Iterator[tuple[str, Any]]):
     """(name, tensor) pairs of one load. A context manager, and an iterator that runs once.
 
-    Reading starts with the `with` block or the first tensor that is asked for. The stream closes at its end, at the end of the block, on
-    an error, when `close` is called and when it is abandoned.
+    Reading starts with the `with` block or the first tensor that is asked for. The stream closes at its end, at the end
+    of the block, on an error, when `close` is called and when it is abandoned.
 
     Attributes:
         plan: what is being done.
@@ -219,7 +223,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
         return self._pairs()
 
     def _pairs(self) -> Iterator[tuple[str, Any]]:
-        # A generator is quicker than __next__, and this one keeps the stream alive for `for name, tensor in headrace.stream(...)`.
+        # A generator is quicker than __next__, and this one keeps the stream alive in `for ... in headrace.stream(...)`.
         yield from self._tensors
 
     def __next__(self) -> tuple[str, Any]:
@@ -377,14 +381,21 @@ def _abilities(source: ByteSource) -> SourceAbilities:
 
 
 def _limits(options: Options, abilities: Sequence[SourceAbilities], headers: Sequence[Header]) -> Limits:
-    total = sum(header.nbytes for header in headers)
     limit = options.memory_limit
     if limit is None:
-        least, most = _AUTOMATIC_LIMIT
-        limit = min(most, max(least, (available_memory() or most * 8) // 8))
+        limit = _automatic_limit(abilities, headers)
     elif limit < 0:
-        limit = max(2 * total, CHUNK_NBYTES)  # twice: casts may widen, blocks are rounded up
+        limit = max(2 * sum(header.nbytes for header in headers), CHUNK_NBYTES)  # twice: casts may widen, spans are rounded up
     return Limits(options.concurrency or _automatic_concurrency(abilities), limit)
+
+
+def _automatic_limit(abilities: Sequence[SourceAbilities], headers: Sequence[Header]) -> int:
+    """Room for the two largest tensors, so that one is read while the other is used; not less than keeps the source busy."""
+    sizes = sorted(max(map(sub, header.ends, header.starts), default=0) for header in headers)
+    cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
+    least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
+    most = max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8))
+    return min(most, max(least, 2 * max(sizes, default=0)))
 
 
 def _automatic_concurrency(abilities: Sequence[SourceAbilities]) -> int:
@@ -405,7 +416,8 @@ def _open(url: Location, options: Options) -> Checkpoint:
     if isinstance(url, Sequence):
         return _open_list(url, options)
     if hasattr(url, "read_into"):
-        return open_files([lambda: url], url.url)
+        source = cast(ByteSource, url)
+        return open_files([lambda: source], source.url)
     if hasattr(url, "names"):
         return open_folder(url)
     raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")

@@ -50,8 +50,8 @@ def _torch_dtypes(copy: Copy) -> tuple[torch.dtype, torch.dtype]:
 def keep_to_this_thread() -> None:
     """Stop torch from dividing this thread's copies among threads of its own: the readers are the parallelism.
 
-    OpenMP keeps the number per thread; torch.set_num_threads would change it for the whole process. A chunk is converted three times
-    faster so (2 cores, torch 2.13, 2026-11-29). Without an OpenMP library there is nothing to stop.
+    OpenMP keeps the number per thread; torch.set_num_threads would change it for the whole process. A chunk is converted
+    three times faster so (2 cores, torch 2.13, 2026-11-29). Without an OpenMP library there is nothing to stop.
     """
     if getattr(_thread, "alone", False):
         return

@@ -145,8 +145,7 @@ def open_files(openers: Sequence[Callable[[], ByteSource]], url: str) -> Checkpo
 def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards) -> Checkpoint:
     sources: list[ByteSource] = []
     try:
-        for opener in openers:
-            sources.append(opener())
+        sources.extend(opener() for opener in openers)
         with gc_paused.held():
             headers = _read_headers(sources)
             rows = [

@@ -1,9 +1,9 @@
 """Carry out a plan: readers fill memory, the caller takes tensors out, and neither runs away from the other.
 
-Readers take reads in the plan's order, a ticket at a time, so a span that is needed earlier always has its memory earlier and nothing can
-wait for itself. Whoever starts a span leases its memory; where the limit does not allow it, the ticket holder waits for the
-caller. A span is ready when its last read is in and its source is still the version that was opened. The caller's thread makes
-tensors and never copies a byte.
+Readers take reads in the plan's order, a ticket at a time, so a span that is needed earlier always has its memory
+earlier and nothing can wait for itself. Whoever starts a span leases its memory; where the limit does not allow it, the
+ticket holder waits for the caller. A span is ready when its last read is in and its source is still the version that was
+opened. The caller's thread makes tensors and never copies a byte.
 
 The engine knows `ByteSource` and `HostTarget`, a plan and a pool. What is read, where it lands and why was decided before.
 """
@@ -17,16 +17,17 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from headrace._addresses import address_of, move, view_at
 from headrace._cast import copy_out
 from headrace._dtypes import DTYPES
 from headrace._interpreter import gc_paused, switching_fast
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
-from headrace._staging import PAGE, Block, Lease, Pool, address_of, move, view_at
+from headrace._staging import PAGE, Lease, Pool, Region
 from headrace.devices.base import Destination, HostTarget
 from headrace.errors import HeadraceError, LoadError, StreamError
 from headrace.sources.base import AlignedSource, ByteSource
@@ -68,11 +69,10 @@ class Job:
 class _Memory:
     """Where a span's bytes land: a lease of the pool's, or what the caller gave."""
 
-    __slots__ = ("block", "lease", "views")
+    __slots__ = ("lease", "views")
 
     def __init__(self, lease: Lease | None, views: list[memoryview]) -> None:
         self.lease = lease
-        self.block: Block | None = lease.block if lease is not None else None
         self.views = views  # the one stretch of the span, or one per tensor where small tensors have memory of their own
 
 
@@ -142,7 +142,7 @@ class Engine:
             if thread is not threading.current_thread():  # the collector may end an abandoned stream on one of its own readers
                 thread.join(_JOIN_S)
 
-    def run(self) -> Iterator[tuple[str, Any]]:
+    def run(self) -> Generator[tuple[str, Any], None, None]:
         """The tensors, (name, tensor) each. The generator's end, close or collection stops the engine."""
         try:
             self.start()
@@ -225,12 +225,13 @@ class Engine:
             copies = self._wrap(span, owner)
         if memory is not None and memory.lease is not None:
             memory.lease.owner = None
+        del memory
         if not given:
             return copies or []
         return [given[name].finish() if name in given else (copies or [])[i] for i, name in enumerate(names)]
 
     def _check_returned(self) -> None:
-        """Borrowed: a loop variable still holds the previous tensor while the next is asked for; the one before it must be gone."""
+        """Borrowed: a loop variable still holds the previous tensor as the next is asked for; the one before must be gone."""
         assert self._lent is not None
         if self._handed > 1 and (owner := self._lent.popleft()) is not None and owner() is not None:
             raise StreamError("a borrowed tensor was kept beyond the next step; use ownership='leased', or clone what you keep")
@@ -271,7 +272,7 @@ class Engine:
             while (read := self._next_ticket()) is not None:
                 self._fill(read, slot)
                 self._finish(read)
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - handed to the caller's thread, which raises it
             _let_go_of_memory(exc)
             with self._state:
                 self._errors.append(exc)
@@ -297,12 +298,13 @@ class Engine:
             names = self.plan.tensors.names[span.first : span.last]
             self._memory[index] = _Memory(None, [_given(self.job.destinations[name]) for name in names])
             return True
-        lease = self._pool.lease(span.nbytes, recycled=not self._exact(span))
+        lease = self._pool.lease(span.nbytes)
         if lease is None:
             lease = self._wait_for_memory(span)
-        if lease is not None:
-            self._memory[index] = _Memory(lease, [lease.block.view])
-        return lease is not None
+        if lease is None or lease.owner is None:
+            return False
+        self._memory[index] = _Memory(lease, [lease.owner])
+        return True
 
     def _exact(self, span: Span) -> bool:
         return self.job.ownership == "copied" and span.last - span.first == 1
@@ -322,7 +324,7 @@ class Engine:
             if self._reader_waits:
                 self._pool.wait()
                 self._reader_waits = False
-            lease = self._pool.lease(span.nbytes, recycled=not self._exact(span))
+            lease = self._pool.lease(span.nbytes)
         self.progress.memory_wait_s += time.perf_counter() - began
         return lease
 
@@ -387,8 +389,8 @@ class Engine:
     def _fill(self, read: Read, slot: _Slot) -> None:
         memory, span = self._memory[read.span], self.plan.spans[read.span]
         source = self.job.sources[read.shard]
-        if memory.block is not None and memory.block.fresh:
-            memory.block.populate(read.position, read.position + _landing_nbytes(read))
+        if memory.lease is not None and memory.lease.fresh:
+            memory.lease.populate(read.position, read.position + _landing_nbytes(read))
         if read.pieces > 1:
             self._fill_pieces(read, source, memory, slot)
         elif read.copy is not None or len(memory.views) > 1:
@@ -463,13 +465,13 @@ class _Slot:
     """A reader's own buffer: small enough to stay in cache, made when it is first needed."""
 
     def __init__(self) -> None:
-        self._block: Block | None = None
+        self._region: Region | None = None
 
     def view(self, nbytes: int) -> memoryview:
-        if self._block is None or self._block.nbytes < nbytes:
-            self._block = Block(nbytes)
-            self._block.populate(0, nbytes)
-        return self._block.view[:nbytes]
+        if self._region is None or self._region.nbytes < nbytes:
+            self._region = Region(nbytes)
+            self._region.populate(0, nbytes)
+        return self._region.view[:nbytes]
 
 
 def _let_go_of_memory(error: BaseException) -> None:

@@ -1,9 +1,10 @@
 """Two properties of the interpreter that cost a loader most of its speed, held down while a load runs and put back afterwards.
 
-A thread that runs pure bytecode gives the GIL away once per switch interval, 5 ms by default; a reader needs it for microseconds
-per chunk and waits that long for it (41 GB/s fall to 2.9; at 50 microseconds 28.6 remain). The cyclic collector walks over everything
-alive each time many objects are made at once (60,000 tensors: 4.8 instead of 0.8 microseconds each). Both are process-wide, so they are
-counted: the last one out restores what the first one found. Figures: docs/design.md, 3.6.
+A thread that runs pure bytecode gives the GIL away once per switch interval, 5 ms by default; a reader needs it for
+microseconds per chunk and waits that long for it (41 GB/s fall to 2.9; at 50 microseconds 28.6 remain). The cyclic
+collector walks over everything alive each time many objects are made at once (60,000 tensors: 4.8 instead of 0.8
+microseconds each). Both are process-wide, so they are counted: the last one out restores what the first one found.
+Figures: docs/design.md, 3.6.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ SWITCH_INTERVAL_S = 50e-6
 class _Counted:
     """A process-wide setting, changed while at least one holder wants it.
 
-    The lock is reentrant and the count is brought up to date before the setting: the collector may run between any two lines here, end
-    an abandoned stream, and so release on this very thread.
+    The lock is reentrant and the count is brought up to date before the setting: the collector may run between any two
+    lines here, end an abandoned stream, and so release on this very thread.
     """
 
     def __init__(self, change: Callable[[], float], restore: Callable[[float], object]) -> None:

@@ -23,8 +23,8 @@ def available_cpus(root: Path = _ROOT) -> int:
 def available_memory(root: Path = _ROOT) -> int | None:
     """Bytes that can still be allocated without swapping or being killed.
 
-    The minimum of MemAvailable and, for every cgroup from the process's own up to the root, its limit less what it is charged for;
-    reclaimable page cache (inactive_file) is taken off the charge, since reading a checkpoint fills it.
+    The minimum of MemAvailable and, for every cgroup from the process's own up to the root, its limit less what it is
+    charged for; reclaimable page cache (inactive_file) is taken off the charge, since reading a checkpoint fills it.
     """
     known = [room for room in (_host_available(root), *_cgroup_room(root)) if room is not None]
     return min(known) if known else None

@@ -1,8 +1,8 @@
 """How a load is tuned: one frozen value, complete before anything is opened.
 
 Every field of `Options` may be given as an argument of that name, in an `Options`, or in the environment as HEADRACE_<NAME>. An
-argument wins over HEADRACE_*, that over RUNAI_STREAMER_* (the names its users already set), that over what is automatic. This module
-is the only reader of the environment; nothing writes it.
+argument wins over HEADRACE_*, that over RUNAI_STREAMER_* (the names its users already set), that over what is automatic.
+This module is the only reader of the environment; nothing writes it.
 """
 
 from __future__ import annotations

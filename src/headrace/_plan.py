@@ -1,12 +1,13 @@
 """PURE: what is read, in what order, where it lands, and why.
 
-The planner turns headers and a selection into three flat tables. `Tensors`: a column per property, a row per tensor. `Span`: a run of
-tensors that share one stretch of memory, and the reads that fill it. `Read`: one request to a source. The unit of work is the chunk, never
-the tensor: one read spans many small tensors, a large tensor spans many reads. The engine carries the tables out in order and
-decides nothing that is decided here.
+The planner turns headers and a selection into three flat tables. `Tensors`: a column per property, a row per tensor.
+`Span`: a run of tensors that share one stretch of memory, and the reads that fill it. `Read`: one request to a source.
+The unit of work is the chunk, never the tensor: one read spans many small tensors, a large tensor spans many reads. The
+engine carries the tables out in order and decides nothing that is decided here.
 
-A span is filled in one of two ways. Straight: its memory is an image of the file, the bytes are read where they stay. By way of a slot:
-a reader reads into a small buffer of its own and copies out of it while it is hot in cache, converting or thinning out on the way.
+A span is filled in one of two ways. Straight: its memory is an image of the file, the bytes are read where they stay. By
+way of a slot: a reader reads into a small buffer of its own and copies out of it while it is hot in cache, converting or
+thinning out on the way.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import sub
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from headrace._dtypes import DTYPES
 from headrace._header import Header
 from headrace._slices import Cut, Index, cut_slice, slice_shape
 from headrace.errors import OptionError
+
+_T = TypeVar("_T")
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
@@ -292,10 +295,11 @@ class _ShardPlanner:
         self.aligned = header.aligned
         self.contiguous = rows is None
         self.rows: Sequence[int] = range(len(header.names)) if rows is None else rows
-        self.names, self.dtypes, self.shapes, self.starts, self.ends = (
-            column if rows is None else [column[row] for row in rows]
-            for column in (header.names, header.dtypes, header.shapes, header.starts, header.ends)
-        )
+        self.names = _chosen(header.names, rows)
+        self.dtypes = _chosen(header.dtypes, rows)
+        self.shapes = _chosen(header.shapes, rows)
+        self.starts = _chosen(header.starts, rows)
+        self.ends = _chosen(header.ends, rows)
         self.sizes = list(map(sub, self.ends, self.starts))
 
     # -- runs: neighbours of one kind ------------------------------------------------------------------------------------------
@@ -514,12 +518,16 @@ class _ShardPlanner:
         )
 
 
+def _chosen(column: list[_T], rows: Sequence[int] | None) -> list[_T]:
+    return column if rows is None else [column[row] for row in rows]
+
+
 def pieces_from(ability: SourceAbilities, shape: Sequence[int], index: Index) -> float:
     """Bytes from which pieces of a slice are read one by one rather than with everything between them.
 
-    Measured (docs/design.md, 3.11): from the page cache 8 KiB, whatever the share. Cold, the break-even moves with the share of the
-    tensor that is wanted: a sixteenth 12 KiB, an eighth 32 KiB, a quarter 128 KiB, a half never. Network requests cost
-    a round trip each: pieces below a chunk never pay.
+    Measured (docs/design.md, 3.11): from the page cache 8 KiB, whatever the share. Cold, the break-even moves with the
+    share of the tensor that is wanted: a sixteenth 12 KiB, an eighth 32 KiB, a quarter 128 KiB, a half never. Network
+    requests cost a round trip each: pieces below a chunk never pay.
     """
     if ability.kind == "network":
         return float(ability.chunk_nbytes)
@@ -536,11 +544,14 @@ def pieces_from(ability: SourceAbilities, shape: Sequence[int], index: Index) ->
 
 
 def _explain(plan: Plan) -> Iterator[str]:
-    wanted, surplus = format_nbytes(plan.wanted_nbytes), plan.surplus_nbytes
-    yield f"{len(plan.tensors):,} tensors, {wanted} in {sum(route.route != 'none' for route in plan.routes)} shard(s) of {len(plan.routes)}"
+    used = sum(route.route != "none" for route in plan.routes)
+    yield f"{len(plan.tensors):,} tensors, {format_nbytes(plan.wanted_nbytes)} in {used} shard(s) of {len(plan.routes)}"
+    surplus = plan.surplus_nbytes
     extra = f", {format_nbytes(surplus)} of them surplus (cheaper read than skipped)" if surplus else ""
-    yield f"reads    {len(plan.reads):,} requests for {format_nbytes(plan.read_nbytes)}{extra}; {plan.limits.concurrency} at a time"
-    yield f"memory   {format_nbytes(plan.memory_nbytes)} of tensors in {len(plan.spans):,} spans; at most {format_nbytes(_bound(plan))} ahead of the caller"
+    requests = f"{len(plan.reads):,} requests for {format_nbytes(plan.read_nbytes)}"
+    yield f"reads    {requests}{extra}; {plan.limits.concurrency} at a time"
+    spans, bound = f"{len(plan.spans):,} spans", format_nbytes(_bound(plan))
+    yield f"memory   {format_nbytes(plan.memory_nbytes)} of tensors in {spans}; at most {bound} ahead of the caller"
     casts = sum(source != target for source, target in zip(plan.tensors.sources, plan.tensors.dtypes, strict=True))
     if casts:
         yield f"casts    {casts:,} tensors, in the reader threads while the bytes are hot in cache"
@@ -567,10 +578,8 @@ def _shortened(urls: Sequence[str]) -> str:
 
 def format_nbytes(nbytes: float) -> str:
     """'512 B', '1.5 KiB', '86.7 MiB', '3.74 GiB': three significant digits, powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 999.5:
-            break
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(nbytes) >= 999.5 and len(units) > 1:
         nbytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        units.pop(0)
+    return f"{nbytes:.0f} B" if units[0] == "B" else f"{nbytes:.3g} {units[0]}"

@@ -22,8 +22,8 @@ class Snapshot:
         surplus_nbytes: bytes of the plan that no tensor needs, read because that is cheaper than leaving them out.
         total_tensors, tensors: how many tensors will be, and have been, handed out.
         tensor_nbytes: bytes of the tensors handed out so far.
-        copied_nbytes: bytes that took one more hop in host memory (casts, slices, unaligned direct reads); `cast_nbytes` of them
-            were converted on the way. Both count source bytes.
+        copied_nbytes: bytes that took one more hop in host memory (casts, slices, unaligned direct reads); `cast_nbytes`
+            of them were converted on the way. Both count source bytes.
         source_wait_s: how long the caller waited for bytes.
         memory_wait_s: how long readers waited for memory, that is, for the caller.
         caller_s: how long the caller kept the iterator waiting between tensors.

@@ -1,8 +1,9 @@
 """PURE: which tensors are wanted, and which of them change their dtype.
 
-Names are taken as written, as globs (fnmatch, case-sensitive) or from a predicate. A dtype rule is one dtype, a mapping by name or
-glob, or a callable. Quantized data is never cast unless it is named exactly, and neither is what belongs to it: most scales are plain
-F32 that must arrive bit by bit, so a blanket rule keeps its hands off every module that holds packed weights.
+Names are taken as written, as globs (fnmatch, case-sensitive) or from a predicate. A dtype rule is one dtype, a mapping
+by name or glob, or a callable. Quantized data is never cast unless it is named exactly, and neither is what belongs to
+it: most scales are plain F32 that must arrive bit by bit, so a blanket rule keeps its hands off every module that holds
+packed weights.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Names: TypeAlias = "str | Iterable[str] | Callable[[TensorInfo], bool] | None"
 DTypeRule: TypeAlias = "object | Mapping[str, object] | Callable[[TensorInfo], object] | None"
 Row: TypeAlias = tuple[int, int]  # (shard, row of the shard's header)
 
-# Names that quantization formats give to what must stay bit-exact beside the weights: compressed-tensors, GPTQ, AWQ, FP8, MXFP4 (all
-# "scale"), bitsandbytes (absmax, quant_map, SCB), ModelOpt (amax).
+# Names that quantization formats give to what must stay bit-exact beside the weights: compressed-tensors, GPTQ, AWQ,
+# FP8, MXFP4 (all "scale"), bitsandbytes (absmax, quant_map, SCB), ModelOpt (amax).
 QUANTIZATION_PATTERNS = ("*scale*", "*zero_point*", "*absmax*", "*quant_map*", "*amax*", "*.SCB")
 
 _PACKED = frozenset(name for name in DTYPES if name.startswith(("F8", "F4", "F6")))
@@ -96,8 +97,8 @@ def choose_casts(
     """Which rows change their dtype, and which a blanket rule left alone.
 
     Returns:
-        Per shard {row: dtype of the format}, rows that keep their dtype left out; and (name, reason) of every floating tensor that a
-        blanket rule would have cast were it not for its quantized neighbours or its name.
+        Per shard {row: dtype of the format}, rows that keep their dtype left out; and (name, reason) of every floating
+        tensor that a blanket rule would have cast were it not for its quantized neighbours or its name.
 
     Raises:
         OptionError: a dtype that is none, or an exact name that is not in the checkpoint.

@@ -1,8 +1,9 @@
 """PURE: a slice of a tensor, with numpy's meaning, as byte ranges of the file and how they land in memory.
 
-A slice becomes a list of `Cut`s. A cut is one contiguous range; or equal pieces at a constant distance, read one by one (long pieces);
-or a range that covers several pieces and is thinned out on the way to memory (short pieces: a read costs more than the bytes between).
-The result is always C-contiguous. Offsets are relative to the tensor's first byte, nothing here knows files or devices.
+A slice becomes a list of `Cut`s. A cut is one contiguous range; or equal pieces at a constant distance, read one by one
+(long pieces); or a range that covers several pieces and is thinned out on the way to memory (short pieces: a read costs
+more than the bytes between). The result is always C-contiguous. Offsets are relative to the tensor's first byte, nothing
+here knows files or devices.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Host memory: blocks that are recycled, and leases that end by themselves.
+"""Host memory: regions that are recycled piece by piece, and leases that end by themselves.
 
-Fresh memory is the bottleneck of a load, not reading (docs/design.md, 3.2), so blocks are used again. A block is never written while
-anything lives that was made of it: each lease has a `memoryview` of the block as its owner, every tensor holds that owner, and
-when the last one is gone a weak reference puts itself into a queue. That is all the callback does (`SimpleQueue.put` is reentrant;
-a lock could be held by the very thread that the collector interrupts). The pool never releases a view by hand.
+Fresh memory is the bottleneck of a load, not reading (docs/design.md, 3.2), so memory is used again, whatever the sizes:
+a lease takes the smallest free stretch that fits, one that was touched before if there is one. A stretch is never written
+while anything lives that was made of it: each lease has a `memoryview` as its owner, every tensor holds that owner, and
+when the last one is gone a weak reference puts itself into a queue. That is all the callback does (`SimpleQueue.put` is
+reentrant; a lock could be held by the very thread that the collector interrupts). The pool never releases a view by hand.
 
-The pool is used by one thread at a time (the reader that holds the ticket lock). It knows bytes, and nothing of tensors or files.
+What is free beyond the limit, or when the stream ends, goes back to the system page by page: who keeps one tensor keeps
+its pages only. The pool is used by one thread at a time (the reader that holds the ticket lock). It knows bytes, and
+nothing of tensors or files.
 """
 
 from __future__ import annotations
@@ -15,73 +18,90 @@ import errno
 import mmap
 import queue
 import weakref
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from headrace._addresses import address_of
 from headrace.errors import DeviceMemoryError
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_POPULATE_STEP = 64 << 20  # a longer call would keep mmap_lock from everybody else for too long
+_STEP = 64 << 20  # a longer call would keep mmap_lock from everybody else for too long
+_REGION_NBYTES = 64 << 20  # address space taken at a time; memory only where it is touched
+_LARGE = 1 << 20  # leases below it have regions of their own, so that they do not chop up the large ones'
 
 _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, a ctypes call lets go of the GIL
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class Block:
-    """A private anonymous mapping, page-aligned, on huge pages where it is large enough for them.
+class Region:
+    """A private anonymous mapping, page-aligned, on huge pages from 2 MiB on.
 
     Attributes:
         view: all of it, writable.
         address: of its first byte.
-        fresh: whether its pages may never have been touched; `populate` is worth its while.
+        nbytes: a multiple of the page size.
+        free: stretches that no lease covers, in order of offset, none adjacent to another of its kind.
     """
 
-    __slots__ = ("__weakref__", "address", "fresh", "nbytes", "view")
+    __slots__ = ("__weakref__", "address", "free", "large", "nbytes", "view")
 
-    def __init__(self, nbytes: int) -> None:
-        size = _round_up(nbytes, PAGE)
-        try:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as exc:
-            if exc.errno != errno.ENOMEM:
-                raise
-            raise DeviceMemoryError(
-                f"the system refuses {size:,} bytes of memory for tensors; lower memory_limit, or raise the limit "
-                "(ulimit -v, the container's memory)",
-                device="cpu",
-                requested=size,
-            ) from exc
-        self.view = memoryview(mapping)
+    def __init__(self, nbytes: int, *, large: bool = True) -> None:
+        self.nbytes = round_up(nbytes, PAGE)
+        self.view = memoryview(_map(self.nbytes))
         self.address = address_of(self.view)
-        self.nbytes = size
-        self.fresh = True
-        huge = _huge_nbytes(nbytes, size)
-        if huge:
-            _libc.madvise(self.address, huge, _MADV_HUGEPAGE)
+        self.large = large
+        self.free = [Stretch(0, self.nbytes, touched=False)]
+        if self.nbytes >= HUGE:
+            _libc.madvise(self.address, self.nbytes, _MADV_HUGEPAGE)
 
     def populate(self, start: int, end: int) -> None:
         """Fault pages in, from the thread that is about to fill them. Ten times cheaper than one fault a page.
 
         A kernel without MADV_POPULATE_WRITE refuses; then the pages are faulted in one by one as they are written.
         """
-        begin, stop = start - start % PAGE, min(_round_up(end, PAGE), self.nbytes)
-        for at in range(begin, stop, _POPULATE_STEP):
-            _libc.madvise(self.address + at, min(_POPULATE_STEP, stop - at), _MADV_POPULATE_WRITE)
+        self._advise(start - start % PAGE, min(round_up(end, PAGE), self.nbytes), _MADV_POPULATE_WRITE)
+
+    def give_back(self, start: int, end: int) -> None:
+        """Return the memory of a stretch to the system; its address stays."""
+        self._advise(start, end, _MADV_DONTNEED)
+
+    def _advise(self, start: int, end: int, advice: int) -> None:
+        for at in range(start, end, _STEP):
+            _libc.madvise(self.address + at, min(_STEP, end - at), advice)
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Bytes `start` to `end` (exclusive) of a region. `touched`: some of them may hold memory already."""
+
+    start: int
+    end: int
+    touched: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
 
 
 class Lease(weakref.ref[memoryview]):
-    """A block in use. Watches its owner, and returns itself to the pool when nothing holds the owner any more.
+    """Memory in use. Watches its owner, and returns itself to the pool when nothing holds the owner any more.
 
     Attributes:
-        block: the memory.
+        region, start, nbytes: where it lies.
+        fresh: whether its pages may never have been touched; `populate` is worth its while then.
         owner: what tensors are made of; the engine drops it (`hand_over`) when it has made them.
         kept: whether the caller was found to keep it, so that it no longer counts against the limit.
     """
 
-    __slots__ = ("block", "kept", "owner")
-    block: Block
+    __slots__ = ("fresh", "kept", "nbytes", "owner", "region", "start")
+    region: Region
+    start: int
+    nbytes: int
+    fresh: bool
     kept: bool
     owner: memoryview | None
     __hash__ = object.__hash__  # a reference's own hash is its referent's, and writable memory has none
@@ -94,17 +114,22 @@ class Lease(weakref.ref[memoryview]):
         self.owner = None
         return owner
 
+    def populate(self, start: int, end: int) -> None:
+        """Fault in bytes of this lease, unless they were used before."""
+        if self.fresh:
+            self.region.populate(self.start + start, self.start + min(end, self.nbytes))
+
 
 _Returned: TypeAlias = "queue.SimpleQueue[weakref.ref[memoryview] | None]"
 
 
 class Pool:
-    """Blocks for one stream, at most `limit` bytes of them counting those the caller may still use.
+    """The memory of one stream.
 
     Attributes:
-        limit: bytes. One block is always granted, however large.
-        used_nbytes: blocks leased and not known to be kept. `kept_nbytes`: blocks the caller keeps.
-        peak_nbytes: most bytes that existed at once, free blocks included.
+        limit: bytes that may be leased at once, those that the caller is known to keep aside. One lease is always granted.
+        used_nbytes: leased and not known to be kept. `kept_nbytes`: kept by the caller.
+        peak_nbytes: most bytes that were leased, kept or free but touched at once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -112,31 +137,28 @@ class Pool:
         self.used_nbytes = 0
         self.kept_nbytes = 0
         self.peak_nbytes = 0
-        self._free: list[Block] = []  # most recently used last: it is the one that is still in cache
-        self._free_nbytes = 0
+        self._regions: list[Region] = []
+        self._touched_nbytes = 0  # free, and holding memory
         self._leases: set[Lease] = set()
         self._returned: _Returned = queue.SimpleQueue()
 
-    def lease(self, nbytes: int, *, recycled: bool = True) -> Lease | None:
-        """A block of at least `nbytes`, or None where the limit does not allow it now.
-
-        Args:
-            nbytes: at least 1.
-            recycled: False for a block of exactly this size that nobody used before.
+    def lease(self, nbytes: int) -> Lease | None:
+        """At least `nbytes` (at least 1) of memory, or None where the limit does not allow it now.
 
         Raises:
             DeviceMemoryError: the system refuses the memory.
         """
         self._take_back()
-        size = _size_class(nbytes) if recycled else _round_up(nbytes, PAGE)
+        large = nbytes >= _LARGE
+        size = round_up(nbytes, HUGE if nbytes >= 8 * HUGE else PAGE)
         if self.used_nbytes and self.used_nbytes + size > self.limit:
             return None
-        block = (self._recycled(size) if recycled else None) or self._allocate(size)
-        owner = block.view[:]
-        lease = Lease(owner, self._returned.put)
-        lease.block, lease.owner, lease.kept = block, owner, False
+        region, stretch = self._find(size, large) or self._map(size, large)
+        lease = self._carve(region, stretch, size)
         self._leases.add(lease)
-        self.used_nbytes += block.nbytes
+        self.used_nbytes += size
+        self._trim(max(self.limit, self.used_nbytes))
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes + self.kept_nbytes + self._touched_nbytes)
         return lease
 
     def wait(self) -> None:
@@ -158,18 +180,22 @@ class Pool:
         for lease in self._leases:
             if lease.owner is None and not lease.kept:
                 lease.kept = True
-                moved += lease.block.nbytes
+                moved += lease.nbytes
         self.used_nbytes -= moved
         self.kept_nbytes += moved
         return moved
 
     def close(self) -> None:
-        """Forget all blocks. Those that tensors live in stay until the last of these tensors is gone."""
+        """Forget all memory, and give back what no tensor lives in. Whoever lives in the rest keeps that, and no more."""
         for lease in self._leases:
-            lease.owner = None
+            lease.owner = None  # what was never handed out comes back now, unless a reader is still at it
+        self._take_back()
+        for region in self._regions:
+            for stretch in region.free:
+                if stretch.touched and stretch.nbytes < region.nbytes:  # one that is all free is unmapped as it is dropped
+                    region.give_back(stretch.start, stretch.end)
         self._leases.clear()
-        self._free.clear()
-        self._free_nbytes = 0
+        self._regions.clear()
 
     def _take_back(self) -> None:
         while True:
@@ -184,73 +210,91 @@ class Pool:
             return
         self._leases.discard(item)
         if item.kept:
-            self.kept_nbytes -= item.block.nbytes
+            self.kept_nbytes -= item.nbytes
         else:
-            self.used_nbytes -= item.block.nbytes
-        item.block.fresh = False
-        self._free.append(item.block)
-        self._free_nbytes += item.block.nbytes
+            self.used_nbytes -= item.nbytes
+        self._insert(item.region, Stretch(item.start, item.start + item.nbytes, touched=True))
         self._trim(self.limit)
 
-    def _recycled(self, size: int) -> Block | None:
-        best: int | None = None
-        for i in range(len(self._free) - 1, -1, -1):
-            nbytes = self._free[i].nbytes
-            if nbytes == size:
-                best = i
-                break
-            if size < nbytes <= size + size // 4 and (best is None or nbytes < self._free[best].nbytes):
-                best = i
-        if best is None:
+    def _find(self, size: int, large: bool) -> tuple[Region, Stretch] | None:
+        """The smallest free stretch that fits, memory that was touched before any that was not."""
+        fitting = [
+            (not stretch.touched, stretch.nbytes, i, stretch.start)
+            for i, region in enumerate(self._regions)
+            if region.large == large
+            for stretch in region.free
+            if stretch.nbytes >= size
+        ]
+        if not fitting:
             return None
-        block = self._free.pop(best)
-        self._free_nbytes -= block.nbytes
-        return block
+        _, _, i, start = min(fitting)
+        return self._regions[i], next(stretch for stretch in self._regions[i].free if stretch.start == start)
 
-    def _allocate(self, size: int) -> Block:
-        self._trim(max(self.limit - size, 0))
-        block = Block(size)
-        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes + self.kept_nbytes + self._free_nbytes + block.nbytes)
-        return block
+    def _map(self, size: int, large: bool) -> tuple[Region, Stretch]:
+        most = _REGION_NBYTES if large else _REGION_NBYTES // 16
+        region = Region(max(size, min(most, self.limit)), large=large)
+        self._regions.append(region)
+        return region, region.free[0]
+
+    def _carve(self, region: Region, stretch: Stretch, size: int) -> Lease:
+        start, touched = stretch.start, stretch.touched
+        stretch.start += size
+        if not stretch.nbytes:
+            region.free.remove(stretch)
+        if touched:
+            self._touched_nbytes -= size
+        owner = region.view[start : start + size]
+        lease = Lease(owner, self._returned.put)
+        lease.region, lease.start, lease.nbytes = region, start, size
+        lease.owner, lease.kept, lease.fresh = owner, False, not touched
+        return lease
+
+    def _insert(self, region: Region, stretch: Stretch) -> None:
+        """Free a stretch, one with its neighbours of the same kind."""
+        self._touched_nbytes += stretch.nbytes
+        merged: list[Stretch] = []
+        for piece in sorted([*region.free, stretch], key=lambda piece: piece.start):
+            if merged and merged[-1].end == piece.start and merged[-1].touched == piece.touched:
+                merged[-1].end = piece.end
+            else:
+                merged.append(piece)
+        region.free = merged
 
     def _trim(self, most: int) -> None:
-        """Give free blocks back to the system, least recently used first, until no more than `most` bytes are held."""
-        while self._free and self.used_nbytes + self._free_nbytes > most:
-            self._free_nbytes -= self._free.pop(0).nbytes
+        """Give free memory back to the system, the largest stretches first, until no more than `most` bytes are held."""
+        while self._touched_nbytes and self.used_nbytes + self._touched_nbytes > most:
+            region, stretch = max(
+                ((region, stretch) for region in self._regions for stretch in region.free if stretch.touched),
+                key=lambda pair: pair[1].nbytes,
+            )
+            self._touched_nbytes -= stretch.nbytes
+            if stretch.nbytes == region.nbytes:
+                self._regions.remove(region)
+            else:
+                self._hollow(region, stretch)
+
+    def _hollow(self, region: Region, stretch: Stretch) -> None:
+        region.give_back(stretch.start, stretch.end)
+        region.free.remove(stretch)
+        self._insert(region, Stretch(stretch.start, stretch.end, touched=False))
+        self._touched_nbytes -= stretch.nbytes  # _insert counted it
 
 
-def address_of(view: memoryview) -> int:
-    """Address of a writable view's first byte; 0 for an empty one."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
-
-
-def view_at(address: int, nbytes: int, keep_alive: object) -> memoryview:
-    """Writable bytes at an address. The view keeps `keep_alive` alive."""
-    if not nbytes:
-        return memoryview(bytearray())
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    memory._keep_alive = keep_alive  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
-
-
-def move(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without the GIL (a slice assignment would hold it). Both views are writable and of one length."""
-    ctypes.memmove(address_of(target), address_of(source), source.nbytes)
-
-
-def _size_class(nbytes: int) -> int:
-    """Up to an eighth more than asked for, so that spans of nearly one size can use each other's blocks."""
-    granule = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
-    return _round_up(nbytes, granule)
-
-
-def _huge_nbytes(nbytes: int, size: int) -> int:
-    """How much of a block goes on huge pages: all of it unless the last one would be mostly waste."""
-    if nbytes < HUGE:
-        return 0
-    up = _round_up(nbytes, HUGE)
-    return min(up, size) if up - nbytes <= nbytes // 8 else nbytes - nbytes % HUGE
-
-
-def _round_up(nbytes: int, unit: int) -> int:
+def round_up(nbytes: int, unit: int) -> int:
+    """The next multiple of `unit`."""
     return -(-nbytes // unit) * unit
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    """Private anonymous memory. `mmap(-1, n)` alone would be shared: shmem, no huge pages, visible to forked children."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as exc:
+        if exc.errno != errno.ENOMEM:
+            raise
+        raise DeviceMemoryError(
+            f"the system refuses {nbytes:,} bytes of memory for tensors; lower memory_limit, or raise the limit "
+            "(ulimit -v, the container's memory)",
+            device="cpu",
+            requested=nbytes,
+        ) from exc

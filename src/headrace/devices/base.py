@@ -1,7 +1,7 @@
 """What the engine knows of the place where tensors live.
 
-Today that is host memory. A `HostTarget` turns a span's memory into what the caller is handed; the engine fills the memory and knows
-nothing of torch or numpy. Devices with memory of their own add verbs to copy into it.
+Today that is host memory. A `HostTarget` turns a span's memory into what the caller is handed; the engine fills the
+memory and knows nothing of torch or numpy. Devices with memory of their own add verbs to copy into it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Destination(Protocol):
 
     Attributes:
         dtype: what it holds, as a name of the format.
-        memory: its bytes; None where they do not lie in one piece, so that the values have to come through memory of the engine's.
+        memory: its bytes; None where they do not lie in one piece, so that the values have to come through memory of the
+            engine's.
     """
 
     @property

@@ -1,8 +1,8 @@
 """Host memory as torch tensors.
 
-A tensor is `torch.frombuffer` over its span's owner: a storage and a version counter of its own for 1.5 microseconds. `as_strided` of
-one base would be quicker, and wrong: siblings would share a version counter (a BatchNorm's update makes another tensor's
-backward fail), and pickling a scale would write the whole span.
+A tensor is `torch.frombuffer` over its span's owner: a storage and a version counter of its own for 1.5 microseconds.
+`as_strided` of one base would be quicker, and wrong: siblings would share a version counter (a BatchNorm's update makes
+another tensor's backward fail), and pickling a scale would write the whole span.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from headrace._addresses import view_at
 from headrace._dtypes import BY_TORCH_NAME, DTYPES
-from headrace._staging import view_at
 from headrace.devices.base import Destination
 from headrace.errors import OptionError
 
@@ -40,10 +40,10 @@ class CpuTarget:
         with torch.inference_mode(False):  # a tensor made in inference mode could never be trained or written to
             for dtype, shape, position, nbytes in zip(dtypes, shapes, positions, sizes, strict=True):
                 kind, itemsize = kinds[dtype]
-                if kind is None or not nbytes:
+                if kind is None or not nbytes or not shape:
                     made.append(_unusual(owner, dtype, shape, position, nbytes))
-                else:
-                    made.append(frombuffer(owner, dtype=kind, count=nbytes // itemsize, offset=position).view(shape))
+                else:  # view(*shape) takes 1.2 microseconds, view(shape) 1.9
+                    made.append(frombuffer(owner, dtype=kind, count=nbytes // itemsize, offset=position).view(*shape))
         return made
 
     def allocate(self, dtype: str, shape: Sequence[int], nbytes: int) -> tuple[Any, memoryview]:
