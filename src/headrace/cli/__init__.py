@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import headrace
+from headrace.cli._arguments import PATH_MEANS
 from headrace.cli._exits import EXIT_CODES, endings, exit_on_interrupt, speak_plainly
 from headrace.cli._inspect import inspect
 from headrace.cli._load import load
@@ -50,7 +51,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (inspect, plan, load):
-    app.command(cls=_Command)(_command)
+    app.command(cls=_Command, epilog=PATH_MEANS)(_command)
 
 
 def _show_version(wanted: bool) -> None:

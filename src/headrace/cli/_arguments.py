@@ -9,10 +9,9 @@ import typer
 
 from headrace import OptionError
 
-Paths: TypeAlias = Annotated[
-    list[str],
-    typer.Argument(metavar="PATH", help="A safetensors file, several of them, a folder of shards, or an index file."),
-]
+PATH_MEANS = "PATH is a safetensors file, several of them, a folder of shards, or an index file; as a path or file:// URL."
+
+Paths: TypeAlias = Annotated[list[str], typer.Argument(metavar="PATH", hidden=True)]  # PATH_MEANS describes it, below the options
 Names: TypeAlias = Annotated[
     list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors, a name or glob; may be repeated.")
 ]

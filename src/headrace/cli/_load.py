@@ -1,7 +1,7 @@
 """`headrace load`: stream every tensor, drop it, and say how that went. A first test of a checkpoint, a disk, or a setting.
 
-On a terminal a bar moves while it runs; elsewhere there is one line at the start and one at the end, both on stderr. stdout gets the
-summary, or with --json the fields of `headrace.Snapshot`.
+On a terminal a bar moves while it runs; elsewhere there is one line at the start and one at the end, both on stderr. stdout gets
+the summary, or with --json the fields of `headrace.Snapshot`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def load(
     ownership: Ownership = "leased",
     as_json: Json = False,
 ) -> None:
-    """Load every tensor into host memory, drop it, and report how fast that was and what it waited for.
+    """Load every tensor, drop it, and report speed and waits.
 
-    Needs torch.
+    Loads into host memory, as `headrace.stream` does for a program. Needs torch.
     """
     arguments = request(names, dtypes, slices, concurrency, memory_limit, direct_io)
     with _reporting(quiet=as_json) as report:
@@ -95,36 +95,40 @@ def _lines() -> Iterator[Report]:
 
 @contextmanager
 def _bar() -> Iterator[Report]:
-    """A bar in bytes. It stays when it is done, or where an error left it."""
+    """A bar in bytes. It stays when it is done, or where an error left it; before the first report there is none."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}", markup=False),
+        TextColumn("loading"),
         BarColumn(bar_width=None),
         DownloadColumn(binary_units=True),
-        TextColumn("{task.fields[rate]}", markup=False),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=Console(stderr=True), expand=True, refresh_per_second=_REDRAWN_PER_S) as progress:
-        task = progress.add_task("opening", total=None, rate="")  # importing torch takes seconds
-        due = 0.0
+    bar = Progress(*columns, console=console, expand=True, refresh_per_second=_REDRAWN_PER_S)
+    due = 0.0
 
-        def report(snapshot: Snapshot) -> None:
-            nonlocal due
-            now = time.monotonic()
-            if now < due and snapshot.tensors < snapshot.total_tensors:
-                return
-            due = now + 1 / _REDRAWN_PER_S
-            progress.update(
-                task,
-                description="loading",
-                total=snapshot.total_nbytes,
-                completed=snapshot.read_nbytes,
-                rate=rate_text(snapshot.rate),
-            )
+    def report(snapshot: Snapshot) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now < due and snapshot.tensors < snapshot.total_tensors:
+            return
+        due = now + 1 / _REDRAWN_PER_S
+        rate = rate_text(snapshot.rate) if snapshot.read_nbytes else ""
+        if bar.task_ids:
+            bar.update(bar.task_ids[0], completed=snapshot.read_nbytes, rate=rate)
+        else:
+            opening.stop()
+            bar.add_task("", total=snapshot.total_nbytes, completed=snapshot.read_nbytes, rate=rate)
+            bar.start()
 
-        yield report
+    with console.status("opening") as opening:  # importing torch takes seconds
+        try:
+            yield report
+        finally:
+            bar.stop()
 
 
 # -- afterwards ------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ The JSON is one object; names are stable, new ones may be added:
     left_alone   [{"name", "reason"}]                             tensors that a blanket --dtype does not touch
     tensors      [{"name", "source", "dtype", "shape", "nbytes"}] in file order; source: the dtype in the file
     reads        [{"shard", "offset", "nbytes", "pieces", "stride", "tensor", "tensors"}] in the order they are made
-                 shard: an index into routes; tensor, tensors: the first one in the memory that the read fills, and how many share it
+                 shard: an index into routes; tensor, tensors: the first one in the memory it fills, and how many share that
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def plan(
     reads: Annotated[int, typer.Option("--reads", metavar="N", min=0, help="Also list the first N reads.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show what a load would read, in what order, where it lands, and why.
+    """Show what a load would read, where it would land, and why.
 
     Takes the options of `headrace load` and reads the headers only.
     """

@@ -1,7 +1,7 @@
 """What is printed on stdout: lines and tables, laid out for a terminal's width or, in a pipe, with one row a line.
 
-Names come from files and may hold anything. `printable` is the only way to the screen: nothing in a name moves the cursor, changes
-colours or starts a line. Tables are laid out here and not by rich, which is too slow for 60,000 rows.
+Names come from files and may hold anything. `printable` is the only way to the screen: nothing in a name moves the cursor,
+changes colours or starts a line. Tables are laid out here and not by rich, which is too slow for 60,000 rows.
 """
 
 from __future__ import annotations
