@@ -61,7 +61,7 @@ def test_columns_are_in_order_of_the_data_with_absolute_offsets() -> None:
     begin = 8 + len(text)
     assert (header.url, header.nbytes, header.data_offset) == (URL, begin + 12, begin)
     assert header.metadata == {"format": "pt"}
-    assert (header.names, header.dtypes, header.shapes) == (["a", "b"], ["BF16", "F32"], [[2, 1], [2]])
+    assert (header.names, header.dtypes, header.shapes) == (["a", "b"], ["BF16", "F32"], [(2, 1), (2,)])
     assert (header.starts, header.ends) == ([begin, begin + 4], [begin + 4, begin + 12])
 
 
@@ -233,7 +233,7 @@ def test_odd_spelling_that_the_package_takes_is_taken(text: str) -> None:
     blob = pack(text.encode(), bytes(8))
     assert [name for name, _ in safetensors.deserialize(blob)] == ["w"]
     header = read(blob)
-    assert (header.names, header.dtypes, header.shapes, header.metadata) == (["w"], ["F32"], [[2]], None)
+    assert (header.names, header.dtypes, header.shapes, header.metadata) == (["w"], ["F32"], [(2,)], None)
 
 
 STRICTER = [  # README of safetensors: duplicate keys are disallowed; the package keeps the last
@@ -302,7 +302,7 @@ def verdict_of_headrace(blob: bytes) -> dict[str, tuple[str, list[int], int]] | 
     assert header.starts[1:] == header.ends[:-1]
     assert (header.ends or [header.data_offset])[-1] == len(blob)
     columns = zip(header.names, header.dtypes, header.shapes, header.starts, header.ends, strict=True)
-    return {name: (dtype, shape, end - start) for name, dtype, shape, start, end in columns}
+    return {name: (dtype, list(shape), end - start) for name, dtype, shape, start, end in columns}
 
 
 def check_against_package(blob: bytes) -> None:
@@ -406,7 +406,7 @@ def judge(path: Path) -> Header | FormatError:
 
 def agrees(header: Header, case: dict[str, Any], expected: dict[str, dict[str, Any]]) -> bool:
     columns = zip(header.names, header.dtypes, header.shapes, header.starts, header.ends, strict=True)
-    got = {name: (dtype, shape, end - start) for name, dtype, shape, start, end in columns}
+    got = {name: (dtype, list(shape), end - start) for name, dtype, shape, start, end in columns}
     want = {name: (t["dtype"], t["shape"], t["nbytes"]) for name, t in expected.items()}
     return got == want and header.metadata == case["metadata"]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TypeAlias
+
+Owner: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
 def address_of(view: memoryview) -> int:
@@ -10,13 +13,29 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
 
 
+def owner_at(address: int, nbytes: int, keep_alive: object) -> Owner:
+    """An object over the bytes at an address, which keeps `keep_alive` alive."""
+    owner = (ctypes.c_char * nbytes).from_address(address)
+    owner._keep_alive = keep_alive  # type: ignore[attr-defined]
+    return owner
+
+
 def view_at(address: int, nbytes: int, keep_alive: object) -> memoryview:
     """Writable bytes at an address. The view keeps `keep_alive` alive."""
-    if not nbytes:
-        return memoryview(bytearray())
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    memory._keep_alive = keep_alive  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
+    return bytes_of(owner_at(address, nbytes, keep_alive)) if nbytes else memoryview(bytearray())
+
+
+def owner_of(view: memoryview, start: int, nbytes: int) -> Owner:
+    """An object of its own over part of a writable view, that exports its bytes and can be referred to weakly.
+
+    Not a slice of the view: numpy keeps what is behind a memoryview, and not the memoryview, so its end would go unnoticed.
+    """
+    return (ctypes.c_char * nbytes).from_buffer(view, start)
+
+
+def bytes_of(owner: Owner) -> memoryview:
+    """The owner's bytes, writable."""
+    return memoryview(owner).cast("B")
 
 
 def move(target: memoryview, source: memoryview) -> None:

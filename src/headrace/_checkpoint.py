@@ -11,9 +11,11 @@ import json
 import logging
 import posixpath
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from types import TracebackType
 from typing import Any
 
@@ -58,7 +60,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.sources = tuple(sources)
         self.headers = tuple(headers)
         self.rows = tuple(rows)
-        self.where: dict[str, tuple[int, int]] = _locate(headers, rows)
+        self.where = _Where(headers, rows)
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -184,18 +186,40 @@ def read_header(source: ByteSource) -> Header:
     return parse_header(bytes(memoryview(first)[8 : 8 + length]), url=source.url, nbytes=source.nbytes)
 
 
-def _locate(headers: Sequence[Header], rows: Sequence[list[int] | None]) -> dict[str, tuple[int, int]]:
-    """{name: (shard, row)}; a name in two shards is an error, since nothing says which one counts."""
-    where: dict[str, tuple[int, int]] = {}
-    expected = 0
-    for shard, (header, kept) in enumerate(zip(headers, rows, strict=True)):
-        wanted = range(len(header.names)) if kept is None else kept
-        expected += len(wanted)
-        names = header.names if kept is None else [header.names[row] for row in kept]
-        where.update(zip(names, ((shard, row) for row in wanted), strict=True))
-    if len(where) != expected:
-        raise _repeated_name(headers, rows)
-    return where
+class _Where(Mapping[str, tuple[int, int]]):
+    """{name: (shard, row)} of a checkpoint, as one number a name: a tuple each would give the collector much to walk over.
+
+    A name in two shards is an error, since nothing says which one counts.
+    """
+
+    def __init__(self, headers: Sequence[Header], rows: Sequence[list[int] | None]) -> None:
+        self._rows = rows
+        counts = [len(header.names) if kept is None else len(kept) for header, kept in zip(headers, rows, strict=True)]
+        self._begins = list(accumulate(counts, initial=0))
+        names = chain.from_iterable(
+            header.names if kept is None else map(header.names.__getitem__, kept)
+            for header, kept in zip(headers, rows, strict=True)
+        )
+        self._numbers = dict(zip(names, range(self._begins[-1]), strict=True))
+        if len(self._numbers) != self._begins[-1]:
+            raise _repeated_name(headers, rows)
+
+    def __getitem__(self, name: str) -> tuple[int, int]:
+        return self._row(self._numbers[name])
+
+    def _row(self, number: int) -> tuple[int, int]:
+        shard = bisect_right(self._begins, number) - 1
+        at, kept = number - self._begins[shard], self._rows[shard]
+        return shard, at if kept is None else kept[at]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
 
 
 def _repeated_name(headers: Sequence[Header], rows: Sequence[list[int] | None]) -> FormatError:

@@ -10,6 +10,7 @@ The engine knows `ByteSource` and `HostTarget`, a plan and a pool. What is read,
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import threading
@@ -21,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from headrace._addresses import address_of, move, view_at
+from headrace._addresses import Owner, bytes_of, move, owner_at
 from headrace._cast import copy_out
 from headrace._dtypes import DTYPES
 from headrace._interpreter import gc_paused, switching_fast
@@ -36,6 +37,7 @@ Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
 _JOIN_S = 1.0  # a reader that does not come back from a stalled source by then is left behind; it holds nothing that is reused
+_BATCH = 32  # tensors made at a time
 _TICK_S = 0.1  # how often a waiting caller reports progress
 
 
@@ -99,7 +101,7 @@ class Engine:
         self._errors: list[BaseException] = []
         self._caller_waits = self._reader_waits = self._started = self._stopped = False
         self._threads: list[threading.Thread] = []
-        self._lent: deque[weakref.ref[memoryview] | None] | None = deque() if job.ownership == "borrowed" else None
+        self._lent: deque[weakref.ref[Owner] | None] | None = deque() if job.ownership == "borrowed" else None
         self._handed = 0  # borrowed tensors handed out
 
     # -- the caller's side -----------------------------------------------------------------------------------------------------
@@ -196,39 +198,51 @@ class Engine:
         return turn
 
     def _hand_out(self, index: int) -> Iterator[tuple[str, Any]]:
+        """A span's tensors, made a few at a time: all at once would have the allocator fetch and return pages for each span."""
         span = self.plan.spans[index]
-        rows = slice(span.first, span.last)
-        names = self.plan.tensors.names[rows]
-        sizes = self.plan.tensors.nbytes[rows]
-        with gc_paused.held():
-            tensors = self._tensors(index, span, names)
-            if self.job.rename is not None:
-                names = [self.job.rename(name) for name in names]
-            tensors.reverse()
+        names, sizes = self.plan.tensors.names, self.plan.tensors.nbytes
+        made = self._maker(index, span)
+        done = span.first
         try:
-            for name in names:
-                if self._lent is not None:
-                    self._check_returned()
-                yield name, tensors.pop()
+            for begin in range(span.first, span.last, _BATCH):
+                gc_paused.acquire()
+                try:
+                    end = min(begin + _BATCH, span.last)
+                    batch = names[begin:end] if self.job.rename is None else [self.job.rename(name) for name in names[begin:end]]
+                    tensors = made(begin, end)
+                    if end == span.last:
+                        del made  # from here on only the tensors hold the span's memory
+                finally:
+                    gc_paused.release()
+                tensors.reverse()
+                for name in batch:
+                    if self._lent is not None:
+                        self._check_returned()
+                    done += 1
+                    yield name, tensors.pop()
         finally:
-            done = len(names) - len(tensors)
-            self.progress.tensors += done
-            self.progress.tensor_nbytes += sum(sizes[:done])
+            self.progress.tensors += done - span.first
+            self.progress.tensor_nbytes += sum(sizes[span.first : done])
 
-    def _tensors(self, index: int, span: Span, names: list[str]) -> list[Any]:
-        """The span's tensors. From here on only they hold its memory."""
+    def _maker(self, index: int, span: Span) -> Callable[[int, int], list[Any]]:
+        """Makes tensors out of a finished span, which the engine lets go of here."""
         with self._state:
             memory, copies = self._memory.pop(index, None), self._copies.pop(index, None)
+        owner = memory.lease.hand_over() if memory is not None and memory.lease is not None else None
         given = self.job.destinations
-        if copies is None and not span.given:
-            owner = memory.lease.hand_over() if memory is not None and memory.lease is not None else None
-            copies = self._wrap(span, owner)
-        if memory is not None and memory.lease is not None:
-            memory.lease.owner = None
-        del memory
-        if not given:
-            return copies or []
-        return [given[name].finish() if name in given else (copies or [])[i] for i, name in enumerate(names)]
+
+        def made(begin: int, end: int) -> list[Any]:
+            if copies is not None:
+                tensors = copies[begin - span.first : end - span.first]
+                copies[begin - span.first : end - span.first] = [None] * (end - begin)
+            else:
+                tensors = [None] * (end - begin) if span.given else self._wrap(begin, end, owner)
+            if given:
+                names = self.plan.tensors.names[begin:end]
+                tensors = [given[name].finish() if name in given else tensor for name, tensor in zip(names, tensors, strict=True)]
+            return tensors
+
+        return made
 
     def _check_returned(self) -> None:
         """Borrowed: a loop variable still holds the previous tensor as the next is asked for; the one before must be gone."""
@@ -237,19 +251,19 @@ class Engine:
             raise StreamError("a borrowed tensor was kept beyond the next step; use ownership='leased', or clone what you keep")
         self._handed += 1
 
-    def _wrap(self, span: Span, owner: memoryview | None) -> list[Any]:
-        tensors, rows = self.plan.tensors, slice(span.first, span.last)
+    def _wrap(self, begin: int, end: int, owner: Owner | None) -> list[Any]:
+        tensors, rows = self.plan.tensors, slice(begin, end)
         columns = (tensors.dtypes[rows], tensors.shapes[rows], tensors.positions[rows], tensors.nbytes[rows])
         if self._lent is None or owner is None:
             if self._lent is not None:
-                self._lent.extend([None] * (span.last - span.first))
+                self._lent.extend([None] * (end - begin))
             return self.job.target.wrap(owner, *columns)
         return [self._lend(owner, *column) for column in zip(*columns, strict=True)]
 
-    def _lend(self, owner: memoryview, dtype: str, shape: Sequence[int], position: int, nbytes: int) -> Any:
+    def _lend(self, owner: Owner, dtype: str, shape: Sequence[int], position: int, nbytes: int) -> Any:
         """One tensor with an owner of its own, so that it is known when it is gone."""
         assert self._lent is not None
-        own = view_at(address_of(owner) + position, nbytes, owner)
+        own = owner_at(ctypes.addressof(owner) + position, nbytes, owner)
         self._lent.append(weakref.ref(own) if nbytes else None)
         return self.job.target.wrap(own, [dtype], [shape], [0], [nbytes])[0]
 
@@ -303,7 +317,7 @@ class Engine:
             lease = self._wait_for_memory(span)
         if lease is None or lease.owner is None:
             return False
-        self._memory[index] = _Memory(lease, [lease.owner])
+        self._memory[index] = _Memory(lease, [bytes_of(lease.owner)])
         return True
 
     def _exact(self, span: Span) -> bool:
@@ -366,7 +380,7 @@ class Engine:
         strided = [i for i, name in enumerate(names) if name in self.job.destinations and not span.given]
         if strided:
             memory = self._memory[index]
-            made = self._wrap(span, memory.lease.owner if memory.lease else None)
+            made = self._wrap(span.first, span.last, memory.lease.owner if memory.lease else None)
             for i in strided:
                 self.job.destinations[names[i]].fill_from(made[i])
             self._copies[index] = made

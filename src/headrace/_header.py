@@ -99,7 +99,7 @@ class Header:
     metadata: dict[str, str] | None
     names: list[str]
     dtypes: list[str]
-    shapes: list[list[int]]
+    shapes: list[tuple[int, ...]]
     starts: list[int]
     ends: list[int]
     aligned: bool
@@ -170,7 +170,7 @@ def parse_header(text: bytes, *, url: str, nbytes: int) -> Header:
         metadata=columns.metadata,
         names=columns.names,
         dtypes=columns.dtypes,
-        shapes=columns.shapes,
+        shapes=_shared(columns.shapes),
         starts=starts,
         ends=[end + data_offset for end in columns.ends],
         aligned=not any(map(mod, starts, map(_ITEMSIZES.__getitem__, columns.dtypes))),
@@ -349,6 +349,12 @@ def _containers(values: Iterable[Any]) -> list[dict[str, Any] | list[Any]]:
 
 
 # ---- sizes and layout
+
+
+def _shared(shapes: list[list[int]]) -> list[tuple[int, ...]]:
+    """The shapes with equal ones as one object: models have few, and the collector need not walk over one per tensor."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return [known.setdefault(shape, shape) for shape in map(tuple, shapes)]
 
 
 def _in_order(columns: _Columns) -> _Columns:

@@ -2,7 +2,7 @@
 
 Fresh memory is the bottleneck of a load, not reading (docs/design.md, 3.2), so memory is used again, whatever the sizes:
 a lease takes the smallest free stretch that fits, one that was touched before if there is one. A stretch is never written
-while anything lives that was made of it: each lease has a `memoryview` as its owner, every tensor holds that owner, and
+while anything lives that was made of it: each lease has an object as its owner, every tensor holds that owner, and
 when the last one is gone a weak reference puts itself into a queue. That is all the callback does (`SimpleQueue.put` is
 reentrant; a lock could be held by the very thread that the collector interrupts). The pool never releases a view by hand.
 
@@ -21,7 +21,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from headrace._addresses import address_of
+from headrace._addresses import Owner, address_of, owner_of
 from headrace.errors import DeviceMemoryError
 
 PAGE = mmap.PAGESIZE
@@ -87,7 +87,7 @@ class Stretch:
         return self.end - self.start
 
 
-class Lease(weakref.ref[memoryview]):
+class Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
     """Memory in use. Watches its owner, and returns itself to the pool when nothing holds the owner any more.
 
     Attributes:
@@ -103,11 +103,11 @@ class Lease(weakref.ref[memoryview]):
     nbytes: int
     fresh: bool
     kept: bool
-    owner: memoryview | None
+    owner: Owner | None
     __hash__ = object.__hash__  # a reference's own hash is its referent's, and writable memory has none
     __eq__ = object.__eq__
 
-    def hand_over(self) -> memoryview:
+    def hand_over(self) -> Owner:
         """The owner, for the caller's tensors alone from here on."""
         owner = self.owner
         assert owner is not None
@@ -120,7 +120,7 @@ class Lease(weakref.ref[memoryview]):
             self.region.populate(self.start + start, self.start + min(end, self.nbytes))
 
 
-_Returned: TypeAlias = "queue.SimpleQueue[weakref.ref[memoryview] | None]"
+_Returned: TypeAlias = "queue.SimpleQueue[weakref.ref[Owner] | None]"
 
 
 class Pool:
@@ -150,7 +150,7 @@ class Pool:
         """
         self._take_back()
         large = nbytes >= _LARGE
-        size = round_up(nbytes, HUGE if nbytes >= 8 * HUGE else PAGE)
+        size = _size_class(nbytes)
         if self.used_nbytes and self.used_nbytes + size > self.limit:
             return None
         region, stretch = self._find(size, large) or self._map(size, large)
@@ -205,7 +205,7 @@ class Pool:
                 return
             self._accept(item)
 
-    def _accept(self, item: weakref.ref[memoryview] | None) -> None:
+    def _accept(self, item: weakref.ref[Owner] | None) -> None:
         if not isinstance(item, Lease) or item not in self._leases:
             return
         self._leases.discard(item)
@@ -243,7 +243,7 @@ class Pool:
             region.free.remove(stretch)
         if touched:
             self._touched_nbytes -= size
-        owner = region.view[start : start + size]
+        owner = owner_of(region.view, start, size)
         lease = Lease(owner, self._returned.put)
         lease.region, lease.start, lease.nbytes = region, start, size
         lease.owner, lease.kept, lease.fresh = owner, False, not touched
@@ -283,6 +283,11 @@ class Pool:
 def round_up(nbytes: int, unit: int) -> int:
     """The next multiple of `unit`."""
     return -(-nbytes // unit) * unit
+
+
+def _size_class(nbytes: int) -> int:
+    """Up to an eighth more than asked for, so that spans of nearly one size fit into each other's place."""
+    return round_up(nbytes, max(PAGE, 1 << max(0, nbytes.bit_length() - 4)))
 
 
 def _map(nbytes: int) -> mmap.mmap:

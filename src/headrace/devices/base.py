@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from headrace._addresses import Owner
+
 
 class HostTarget(Protocol):
     """Makes tensors, or arrays, out of host memory.
@@ -22,7 +24,7 @@ class HostTarget(Protocol):
 
     def wrap(
         self,
-        owner: memoryview | None,
+        owner: Owner | None,
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         positions: Sequence[int],
