@@ -55,6 +55,7 @@ def endings(*, debug: bool) -> Iterator[None]:
         text = f"loading needs {error.name}, which is not installed here; try: pip install 'headrace[torch]'"
         raise _ended("error", text, DATA, debug=debug) from None
     except (OSError, MemoryError) as error:
+        _discard_stdout()  # it may be what failed, on a full disk
         raise _ended("error", str(error) or type(error).__name__, DATA, debug=debug) from None
     except Exception as error:
         text = f"{type(error).__name__}: {error}; this is a bug in headrace, and --debug shows where"
@@ -69,7 +70,7 @@ def _ended(kind: str, text: str, code: int, *, debug: bool) -> typer.Exit:
 
 
 def _discard_stdout() -> None:
-    """Nobody reads stdout any more: what is still buffered must not fail when the interpreter flushes it at the end."""
+    """Nothing gets out by stdout any more: what is still buffered must not fail again when the interpreter flushes it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

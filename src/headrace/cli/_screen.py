@@ -123,8 +123,9 @@ class Screen:
         self._fit(columns, widths)
         self.line(_row([column.title for column in columns], columns, widths), style="bold")
         for row in cells:
-            for folded in zip_longest(*map(_fold, row, widths), fillvalue=""):
-                sys.stdout.write(_row(folded, columns, widths) + "\n")
+            lines = [row] if self.width is None else zip_longest(*map(_fold, row, widths), fillvalue="")
+            for line in lines:
+                sys.stdout.write(_row(line, columns, widths) + "\n")
 
     def _fit(self, columns: Sequence[Column], widths: list[int]) -> None:
         if self.width is None:
