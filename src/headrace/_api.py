@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import nlargest
+from itertools import chain
 from operator import sub
 from pathlib import Path
 from types import TracebackType
@@ -390,12 +392,15 @@ def _limits(options: Options, abilities: Sequence[SourceAbilities], headers: Seq
 
 
 def _automatic_limit(abilities: Sequence[SourceAbilities], headers: Sequence[Header]) -> int:
-    """Room for the two largest tensors, so that one is read while the other is used; not less than keeps the source busy."""
-    sizes = sorted(max(map(sub, header.ends, header.starts), default=0) for header in headers)
+    """Room for the two largest tensors, so that one is read while the other is used; not less than keeps the source busy.
+
+    Not more either: memory that was never touched costs several times what reading into it does.
+    """
+    sizes = chain.from_iterable(map(sub, header.ends, header.starts) for header in headers)
     cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
     least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
     most = max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8))
-    return min(most, max(least, 2 * max(sizes, default=0)))
+    return min(most, max(least, sum(nlargest(2, sizes))))
 
 
 def _automatic_concurrency(abilities: Sequence[SourceAbilities]) -> int:

@@ -99,6 +99,7 @@ class Engine:
         self._ready: deque[int] = deque(i for i, left in enumerate(self._reads_left) if not left)
         self._copies: dict[int, list[Any]] = {}
         self._errors: list[BaseException] = []
+        self._turn = 0  # which span the caller waits for, in file order
         self._caller_waits = self._reader_waits = self._started = self._stopped = False
         self._threads: list[threading.Thread] = []
         self._lent: deque[weakref.ref[Owner] | None] | None = deque() if job.ownership == "borrowed" else None
@@ -173,15 +174,15 @@ class Engine:
             )
         tick = _TICK_S if self.job.on_progress else None
         with self._state:
-            self._caller_waits = True
+            self._caller_waits, self._turn = True, turn
             try:
                 while True:
                     if self._errors:
                         raise self._failure()
                     if self._stopped:
                         raise StreamError("the stream is closed")
-                    if (index := self._take_ready(turn)) is not None:
-                        return index
+                    if self._can_take():
+                        return self._take_ready()
                     if self._reader_waits and not self._in_flight:
                         self._pool.wake()
                     if not self._state.wait(tick) and self.job.on_progress:
@@ -189,13 +190,15 @@ class Engine:
             finally:
                 self._caller_waits = False
 
-    def _take_ready(self, turn: int) -> int | None:
+    def _can_take(self) -> bool:
+        """Whether a span is ready that the caller may have now."""
+        return bool(self._ready) if self.job.order == "ready" else self._turn in self._ready
+
+    def _take_ready(self) -> int:
         if self.job.order == "ready":
-            return self._ready.popleft() if self._ready else None
-        if turn not in self._ready:
-            return None
-        self._ready.remove(turn)
-        return turn
+            return self._ready.popleft()
+        self._ready.remove(self._turn)
+        return self._turn
 
     def _hand_out(self, index: int) -> Iterator[tuple[str, Any]]:
         """A span's tensors, made a few at a time: all at once would have the allocator fetch and return pages for each span."""
@@ -330,8 +333,9 @@ class Engine:
             with self._state:
                 if self._stopped or self._errors:
                     return None
-                if self._caller_waits and not self._in_flight and not self._ready:
-                    self._keep(self._pool.count_as_kept())
+                if self._caller_waits and not self._in_flight and not self._can_take():
+                    self._pool.count_as_kept()
+                    self.progress.kept_nbytes = self._pool.kept_nbytes
                 else:
                     self._reader_waits = True
                     self._state.notify_all()
@@ -341,11 +345,6 @@ class Engine:
             lease = self._pool.lease(span.nbytes)
         self.progress.memory_wait_s += time.perf_counter() - began
         return lease
-
-    def _keep(self, nbytes: int) -> None:
-        if self.job.ownership == "borrowed" and nbytes:
-            raise StreamError("a borrowed tensor was kept; use ownership='leased', or clone what you keep")
-        self.progress.kept_nbytes = self._pool.kept_nbytes
 
     def _finish(self, read: Read) -> None:
         """Count a read, and announce its span when it was the last one."""

@@ -370,18 +370,23 @@ class _ShardPlanner:
         yield begin, last
 
     def _aligned_until(self, begin: int, end: int) -> int:
+        """The end of the tensors that are aligned once the first one is."""
         origin = self.starts[begin]
         for i in range(begin + 1, end):
             if (self.starts[i] - origin) % DTYPES[self.dtypes[i]].itemsize:
                 return i
         return end
 
+    def _is_aligned(self, first: int, last: int) -> bool:
+        """Whether every tensor lies at a multiple of its element's width, counted from the start of the file."""
+        return self.aligned or not any(self.starts[i] % DTYPES[self.dtypes[i]].itemsize for i in range(first, last))
+
     # -- spans -----------------------------------------------------------------------------------------------------------------
 
     def _add_image(self, first: int, last: int, *, given: bool) -> None:
         """Straight: memory is an image of the file. Addresses and file offsets agree modulo a page unless that would misalign."""
         start, end = self.starts[first], max(self.starts[first], self.ends[last - 1])
-        congruent = not given and start % DTYPES[self.dtypes[first]].itemsize == 0
+        congruent = not given and self._is_aligned(first, last)
         lead = start % PAGE if congruent else 0
         self._record(first, last, self.sizes[first:last], [at - start + lead for at in self.starts[first:last]])
         self._close_span(

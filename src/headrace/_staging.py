@@ -69,6 +69,16 @@ class Region:
         """Return the memory of a stretch to the system; its address stays."""
         self._advise(start, end, _MADV_DONTNEED)
 
+    def insert(self, stretch: Stretch) -> None:
+        """Free a stretch, and make one of neighbours of the same kind."""
+        merged: list[Stretch] = []
+        for piece in sorted([*self.free, stretch], key=lambda piece: piece.start):
+            if merged and merged[-1].end == piece.start and merged[-1].touched == piece.touched:
+                merged[-1].end = piece.end
+            else:
+                merged.append(piece)
+        self.free = merged
+
     def _advise(self, start: int, end: int, advice: int) -> None:
         for at in range(start, end, _STEP):
             _libc.madvise(self.address + at, min(_STEP, end - at), advice)
@@ -115,9 +125,15 @@ class Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
         return owner
 
     def populate(self, start: int, end: int) -> None:
-        """Fault in bytes of this lease, unless they were used before."""
+        """Fault in bytes of this lease, unless they were used before.
+
+        Readers fill neighbouring chunks at once; a huge page is left to the one in whose chunk it begins, or two would clear it.
+        """
         if self.fresh:
-            self.region.populate(self.start + start, self.start + min(end, self.nbytes))
+            begin = self.start + start
+            if start >= PAGE:
+                begin = round_up(begin, HUGE)
+            self.region.populate(begin, min(round_up(self.start + end, HUGE), self.start + self.nbytes))
 
 
 _Returned: TypeAlias = "queue.SimpleQueue[weakref.ref[Owner] | None]"
@@ -213,7 +229,8 @@ class Pool:
             self.kept_nbytes -= item.nbytes
         else:
             self.used_nbytes -= item.nbytes
-        self._insert(item.region, Stretch(item.start, item.start + item.nbytes, touched=True))
+        self._touched_nbytes += item.nbytes
+        item.region.insert(Stretch(item.start, item.start + item.nbytes, touched=True))
         self._trim(self.limit)
 
     def _find(self, size: int, large: bool) -> tuple[Region, Stretch] | None:
@@ -249,35 +266,30 @@ class Pool:
         lease.owner, lease.kept, lease.fresh = owner, False, not touched
         return lease
 
-    def _insert(self, region: Region, stretch: Stretch) -> None:
-        """Free a stretch, one with its neighbours of the same kind."""
-        self._touched_nbytes += stretch.nbytes
-        merged: list[Stretch] = []
-        for piece in sorted([*region.free, stretch], key=lambda piece: piece.start):
-            if merged and merged[-1].end == piece.start and merged[-1].touched == piece.touched:
-                merged[-1].end = piece.end
-            else:
-                merged.append(piece)
-        region.free = merged
-
     def _trim(self, most: int) -> None:
-        """Give free memory back to the system, the largest stretches first, until no more than `most` bytes are held."""
-        while self._touched_nbytes and self.used_nbytes + self._touched_nbytes > most:
+        """Give free memory back to the system until no more than `most` bytes are held: just enough, from the largest stretch.
+
+        Not more than enough, since touching it anew costs several times what reading into it does.
+        """
+        while self._touched_nbytes and (excess := self.used_nbytes + self._touched_nbytes - most) > 0:
             region, stretch = max(
                 ((region, stretch) for region in self._regions for stretch in region.free if stretch.touched),
                 key=lambda pair: pair[1].nbytes,
             )
-            self._touched_nbytes -= stretch.nbytes
-            if stretch.nbytes == region.nbytes:
+            nbytes = min(stretch.nbytes, round_up(excess, HUGE))
+            self._touched_nbytes -= nbytes
+            if nbytes == region.nbytes:
                 self._regions.remove(region)
             else:
-                self._hollow(region, stretch)
+                self._hollow(region, stretch, nbytes)
 
-    def _hollow(self, region: Region, stretch: Stretch) -> None:
-        region.give_back(stretch.start, stretch.end)
-        region.free.remove(stretch)
-        self._insert(region, Stretch(stretch.start, stretch.end, touched=False))
-        self._touched_nbytes -= stretch.nbytes  # _insert counted it
+    def _hollow(self, region: Region, stretch: Stretch, nbytes: int) -> None:
+        """Give the last `nbytes` of a stretch back. Its address space stays free."""
+        region.give_back(stretch.end - nbytes, stretch.end)
+        stretch.end -= nbytes
+        if not stretch.nbytes:
+            region.free.remove(stretch)
+        region.insert(Stretch(stretch.end, stretch.end + nbytes, touched=False))
 
 
 def round_up(nbytes: int, unit: int) -> int:

@@ -19,6 +19,9 @@ from headrace._dtypes import BY_TORCH_NAME, DTYPES
 from headrace.devices.base import Destination
 from headrace.errors import OptionError
 
+_NUMPY_NDIM = 32  # numpy 1; numpy 2 takes 64
+_LARGEST_SIZE = (1 << 63) - 1  # of a dimension in torch; the format allows 64 bits, beside a 0
+
 _TORCH: dict[str, torch.dtype | None] = {
     name: getattr(torch, dtype.torch, None) if dtype.torch else None for name, dtype in DTYPES.items()
 }
@@ -42,7 +45,7 @@ class CpuTarget:
         with torch.inference_mode(False):  # a tensor made in inference mode could never be trained or written to
             for dtype, shape, position, nbytes in zip(dtypes, shapes, positions, sizes, strict=True):
                 array_kind, kind = kinds[dtype]
-                if array_kind is None or not nbytes:
+                if array_kind is None or not nbytes or len(shape) > _NUMPY_NDIM:
                     made.append(_unusual(owner, dtype, shape, position, nbytes))
                     continue
                 tensor = from_numpy(ndarray(shape, array_kind, owner, position))  # type: ignore[arg-type]  # any buffer will do
@@ -90,12 +93,12 @@ class TorchDestination:
 
 
 def torch_form(dtype: str, shape: Sequence[int], nbytes: int) -> tuple[torch.dtype, Sequence[int]]:
-    """(torch dtype, torch shape) of a tensor of the format; raw uint8 of one dimension where torch has no such dtype.
+    """(torch dtype, torch shape) of a tensor of the format; raw uint8 of one dimension where torch cannot have it.
 
     torch packs two F4 elements into one of float4_e2m1fn_x2, so the last dimension halves, as in safetensors' own loader.
     """
     kind = _TORCH[dtype]
-    if kind is None:
+    if kind is None or any(size > _LARGEST_SIZE for size in shape):
         return torch.uint8, (nbytes,)
     if DTYPES[dtype].bits == 8 * kind.itemsize:
         return kind, shape
