@@ -377,6 +377,12 @@ def test_full_disk_is_an_error(model: Path) -> None:
     assert "No space left" in only_line(err)
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_stream_is_no_error(model: Path, closed: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {1 if closed == "stdout" else 2}>&-', "sh", HEADRACE, "plan", model]
+    assert subprocess.run([*map(str, command)], capture_output=True, timeout=60, check=False).returncode == 0
+
+
 @pytest.mark.slow
 def test_interrupt_ends_a_load_within_two_seconds(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "huge.safetensors", {str(i): (16 << 20,) for i in range(4096)})  # 256 GiB of nothing

@@ -49,22 +49,21 @@ def endings(*, debug: bool) -> Iterator[None]:
         raise typer.Exit(PIPE_CLOSED) from None
     except HeadraceError as error:
         raise _ended("error", str(error), USAGE if isinstance(error, OptionError) else DATA, debug=debug) from None
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy"):
-            raise
-        text = f"loading needs {error.name}, which is not installed here; try: pip install 'headrace[torch]'"
-        raise _ended("error", text, DATA, debug=debug) from None
     except (OSError, MemoryError) as error:
         _discard_stdout()  # it may be what failed, on a full disk
         raise _ended("error", str(error) or type(error).__name__, DATA, debug=debug) from None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
+            text = f"loading needs {error.name}, which is not installed here; try: pip install 'headrace[torch]'"
+            raise _ended("error", text, DATA, debug=debug) from None
         text = f"{type(error).__name__}: {error}; this is a bug in headrace, and --debug shows where"
         raise _ended("internal error", text, BUG, debug=debug) from error
 
 
 def _ended(kind: str, text: str, code: int, *, debug: bool) -> typer.Exit:
     if debug:
-        traceback.print_exc()
+        for line in traceback.format_exc().splitlines():
+            print(printable(line), file=sys.stderr)  # noqa: T201
     say(kind, text)
     return typer.Exit(code)
 
@@ -85,8 +84,11 @@ def exit_on_interrupt() -> Iterator[None]:
     signal.signal(signal.SIGINT, _on_interrupt)
     try:
         yield
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != INTERRUPTED:
+            raise
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)  # all is closed by now; torch's own taking down lasts a second on a busy machine
 
 
 def _on_interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -98,13 +100,16 @@ def _on_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _leave() -> None:
-    if sys.stderr.isatty():
-        os.write(sys.stderr.fileno(), b"\x1b[?25h")  # a progress bar has hidden the cursor
+    """End without another look at what this process is doing."""
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar has hidden it
+    os.write(2, f"{show_cursor}headrace: interrupted, without waiting for reads that are under way\n".encode())
     os._exit(INTERRUPTED)
 
 
 def speak_plainly() -> None:
     """Warnings are lines like all others, and no character is one that stdout or stderr cannot print."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - closed by who started this (>&-); lives as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -35,7 +35,7 @@ def plan(
     concurrency: Concurrency = None,
     memory_limit: MemoryLimit = None,
     direct_io: DirectIO = None,
-    reads: Annotated[int, typer.Option("--reads", metavar="N", min=0, help="Also list the first N reads.")] = 0,
+    reads: Annotated[int, typer.Option("--reads", metavar="N", show_default=False, help="Also list the first N reads.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Show what a load would read, where it would land, and why.
@@ -48,7 +48,7 @@ def plan(
         return
     screen = Screen()
     _print_plan(made, screen)
-    if reads:
+    if reads > 0:
         _print_reads(made, screen, reads)
 
 
