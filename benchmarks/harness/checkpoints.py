@@ -1,0 +1,169 @@
+"""The checkpoints that are measured: made once, kept in a folder that git ignores.
+
+`llama` has the shapes of a Llama of 2 G parameters: three shards, 164 BF16 tensors, 3.7 GiB, the largest 376 MiB. `moe` has
+60,000 BF16 tensors of 4 to 64 KiB in three shards of 1 GiB together. `f32` has 32 F32 tensors of 32 MiB. `tiny` serves tests.
+Values are random bits with the top exponent bit cleared, so none is NaN or infinite. The header is read here as well, without
+headrace, so that floors and peers know names and offsets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+MIB, GIB = 1 << 20, 1 << 30
+WIDTHS = {"BF16": 2, "F32": 4}
+_PATTERN_NBYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: offset and size are bytes of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """One tensor to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * WIDTHS[self.dtype]
+
+
+def llama() -> list[list[New]]:
+    """Shards of a Llama-like model: embeddings large, norms tiny."""
+    hidden, inner, kv, vocab, layers = 3072, 8192, 1024, 64128, 18
+    shapes = {
+        "input_layernorm": (hidden,),
+        "mlp.down_proj": (hidden, inner),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.v_proj": (kv, hidden),
+    }
+    tensors = [New("model.embed_tokens.weight", "BF16", (vocab, hidden))]
+    tensors += [New(f"model.layers.{i}.{name}.weight", "BF16", shape) for i in range(layers) for name, shape in shapes.items()]
+    return _shards([*tensors, New("model.norm.weight", "BF16", (hidden,))], 3)
+
+
+def moe(count: int = 60_000) -> list[list[New]]:
+    """Shards of many small tensors."""
+    pick = random.Random(1)
+    tensors = []
+    for n in range(count):
+        kind, part = ("weight", "weight_scale_inv")[n // 3 % 2], ("gate_proj", "up_proj", "down_proj")[n % 3]
+        name = f"model.layers.{n // 1920}.mlp.experts.{n // 6 % 320}.{part}.{kind}"
+        tensors.append(New(name, "BF16", (pick.choice([4, 4, 4, 8, 8, 16, 16, 32, 64]) * 8, 64)))
+    return _shards(tensors, 3)
+
+
+def f32() -> list[list[New]]:
+    """One file of wide F32 tensors."""
+    return [[New(f"layers.{i}.w", "F32", (4096, 2048)) for i in range(32)]]
+
+
+def tiny() -> list[list[New]]:
+    """One file of a few small tensors."""
+    return [[New(f"layers.{i}.{name}", "F32", shape) for i in range(8) for name, shape in (("norm", (64,)), ("w", (256, 512)))]]
+
+
+SETS = {"llama": llama, "moe": moe, "f32": f32, "tiny": tiny}
+
+
+def ensure(folder: Path, names: Iterable[str]) -> None:
+    """Write the sets that `folder` lacks. Sets of the same layout that came from elsewhere are taken as they are."""
+    for name in names:
+        if not (folder / name).is_dir():
+            print(f"writing checkpoint {name} ...", flush=True)
+            _write_set(folder / name, SETS[name]())
+
+
+def files_of(folder: Path) -> list[str]:
+    """The shards of one set, in order."""
+    return sorted(str(path) for path in folder.glob("*.safetensors"))
+
+
+def read_entries(file: str) -> list[Entry]:
+    """The tensors of a file, in the order of their offsets."""
+    with open(file, "rb") as opened:
+        header_nbytes = struct.unpack("<Q", opened.read(8))[0]
+        header = json.loads(opened.read(header_nbytes))
+    header.pop("__metadata__", None)
+    base = 8 + header_nbytes
+    found = [Entry(name, item["dtype"], tuple(item["shape"]), base + item["data_offsets"][0], 0) for name, item in header.items()]
+    sized = [
+        Entry(entry.name, entry.dtype, entry.shape, entry.offset, base + header[entry.name]["data_offsets"][1] - entry.offset)
+        for entry in found
+    ]
+    return sorted(sized, key=lambda entry: entry.offset)
+
+
+def _shards(tensors: list[New], count: int) -> list[list[New]]:
+    """Split in order into `count` shards of about the same size."""
+    share = sum(tensor.nbytes for tensor in tensors) / count
+    shards: list[list[New]] = [[]]
+    done = 0
+    for tensor in tensors:
+        if done + tensor.nbytes / 2 > share * len(shards) and len(shards) < count:
+            shards.append([])
+        shards[-1].append(tensor)
+        done += tensor.nbytes
+    return shards
+
+
+def _write_set(folder: Path, shards: list[list[New]]) -> None:
+    part = folder.with_name(folder.name + ".part")
+    part.mkdir(parents=True, exist_ok=True)
+    many = len(shards) > 1
+    for i, shard in enumerate(shards):
+        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if many else "model.safetensors"
+        _write_file(part / name, sorted(shard, key=lambda tensor: tensor.name))
+    part.rename(folder)
+
+
+def _write_file(path: Path, tensors: list[New]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=0) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for piece in _random_bytes(end):
+            file.write(piece)
+        os.fsync(file.fileno())  # only clean pages can be evicted later
+
+
+def _random_bytes(nbytes: int) -> Iterator[memoryview]:
+    """Each piece begins elsewhere in the pattern, so that a read from a wrong place shows."""
+    import numpy as np
+
+    pattern = np.random.default_rng(0).integers(0, 256, size=_PATTERN_NBYTES, dtype=np.uint8)
+    pattern.view(np.uint16)[:] &= 0xBFFF
+    turn = 0
+    while nbytes:
+        piece = memoryview(pattern)[4096 * (turn % 16) :][:nbytes]
+        yield piece
+        nbytes -= len(piece)
+        turn += 1

@@ -1,0 +1,156 @@
+"""One measurement in a process of its own: python -m harness.child JOB, JOB being JSON; prints one JSON line.
+
+Imports, destinations and the emptying of the page cache come before the clock starts. Reported are wall and CPU seconds (all
+threads of the process), the growth of peak RSS over what the process had just before the clock started, and what the CPUs did for
+others meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness import pagecache
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Job:
+    """What a child is asked to do.
+
+    Attributes:
+        way: `module:function` of harness, a callable that takes the job and returns what is timed.
+        files: the checkpoint.
+        kind: 'stream' (tensors dropped at once), 'into' (given memory is filled) or 'load' (everything is kept).
+        cold: empty the page cache first.
+        verify: sum the bytes of every tensor; costs time.
+        settings: of the way.
+    """
+
+    way: str
+    files: list[str]
+    kind: str = "stream"
+    cold: bool = False
+    verify: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    tensors: int = 0
+    checksum: int = 0
+
+    def take(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Take all tensors and drop them at once."""
+        count = 0
+        if self.verify:
+            for _name, tensor in pairs:
+                count += 1
+                self._add(tensor)
+        else:
+            for _name, _tensor in pairs:  # the loop variable holds each tensor until the next one, as in a caller's loop
+                count += 1
+        self.tensors = count
+
+    def keep(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Count tensors that are kept."""
+        self.tensors = len(tensors)
+        if self.verify:
+            for tensor in tensors.values():
+                self._add(tensor)
+        return tensors
+
+    def _add(self, tensor: Any) -> None:
+        self.checksum = (self.checksum + byte_sum(tensor)) & 0xFFFFFFFFFFFFFFFF
+
+
+def byte_sum(tensor: Any) -> int:
+    """Sum of a tensor's bytes as little-endian 8-byte words, plus the tail: the same in any order of tensors."""
+    import torch
+
+    if not tensor.numel():
+        return 0
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    words = flat.numel() // 8 * 8
+    total = int(flat[:words].view(torch.int64).sum()) if words else 0
+    return total + int(flat[words:].sum(dtype=torch.int64))
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Prepare, then time one load."""
+    module, function = job.way.split(":")
+    run = getattr(importlib.import_module(f"harness.{module}"), function)(job)
+    if job.cold:
+        pagecache.evict(job.files)
+    resident = pagecache.resident_share(job.files)
+    gc.collect()
+    base_nbytes = _reset_peak()
+    busy, cpu, wall = busy_s(), time.process_time(), time.perf_counter()
+    extra, kept = _outcome(run())
+    wall, cpu, busy = time.perf_counter() - wall, time.process_time() - cpu, busy_s() - busy
+    peak_nbytes = _peak()
+    del kept
+    return {
+        "seconds": wall,
+        "cpu_s": cpu,
+        "others_cpus": max(0.0, busy - cpu) / wall if wall else 0.0,
+        "peak_nbytes": max(0, peak_nbytes - base_nbytes),
+        "bytes": sum(map(os.path.getsize, job.files)),
+        "tensors": job.tensors,
+        "resident": resident,
+        "checksum": f"{job.checksum:016x}" if job.verify else None,
+        **extra,
+    }
+
+
+def _outcome(result: Any) -> tuple[dict[str, Any], Any]:
+    """What a way returned: (figures of its own, tensors to keep until memory has been looked at)."""
+    if isinstance(result, tuple):
+        return result
+    return {}, result
+
+
+def _reset_peak() -> int:
+    """Set the peak to the present, and return that. Where the kernel refuses, the peak so far."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return _peak()
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def busy_s() -> float:
+    """CPU seconds of the whole machine so far, idle and waiting left out."""
+    with open("/proc/stat") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) * _TICK_S
+
+
+def main() -> None:
+    """Measure the job on the command line."""
+    job = Job(**json.loads(sys.argv[1]))
+    print(json.dumps(measure(job)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

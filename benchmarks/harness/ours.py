@@ -1,0 +1,80 @@
+"""headrace, used as any caller would: the public functions only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401 - before the clock starts: everybody who loads tensors has it
+
+import headrace
+from harness import memory
+from harness.child import Job
+
+
+def run(job: Job) -> Callable[[], Any]:
+    """`stream`, `stream(into=...)` or `load` of the whole checkpoint.
+
+    Settings: `arguments` for headrace; `largest_nbytes` leaves larger tensors out; `spin_s` keeps the caller busy.
+    """
+    folder = Path(job.files[0]).parent if len(job.files) > 1 else job.files[0]
+    arguments = dict(job.settings.get("arguments", {}))
+    if (most := job.settings.get("largest_nbytes")) is not None:
+        arguments["names"] = lambda info: info.nbytes <= most
+    _import_engine()
+    if job.kind == "load":
+        return lambda: ({}, job.keep(headrace.load(folder, **arguments)))
+    if job.kind == "into":
+        arguments["into"] = memory.destinations(job.files)
+    spin = _spinning(job.settings.get("spin_s", 0.0))
+
+    def go() -> Any:
+        with headrace.stream(folder, **arguments) as tensors:
+            job.take(spin(tensors, tensors.stats.total_tensors))
+        stats = tensors.stats.as_dict()
+        return {"stats": stats, "threads": stats["concurrency"]}, arguments.get("into")
+
+    return go
+
+
+def _import_engine() -> None:
+    """Imports that headrace puts off until tensors are made."""
+    import headrace._engine
+    import headrace.devices.cpu  # noqa: F401
+
+
+def _spinning(seconds: float) -> Callable[[Iterable[Any], int], Iterable[Any]]:
+    """A caller that runs bytecode for `seconds` in all, the same amount after each tensor. Counted in turns of a loop that were
+    timed beforehand, since a clock would count the wait for the GIL as work done."""
+    if not seconds:
+        return lambda pairs, _count: pairs
+    turns = round(seconds * _turns_per_s())
+
+    def spin(pairs: Iterable[Any], count: int) -> Iterable[Any]:
+        share = turns // max(1, count)
+        for pair in pairs:
+            _spin(share)
+            yield pair
+
+    return spin
+
+
+def _spin(turns: int) -> int:
+    x = 0
+    for i in range(turns):
+        x ^= i
+    return x
+
+
+def _turns_per_s() -> float:
+    trial = 200_000
+    best = min(_timed(trial) for _ in range(5))
+    return trial / best
+
+
+def _timed(turns: int) -> float:
+    began = time.perf_counter()
+    _spin(turns)
+    return time.perf_counter() - began

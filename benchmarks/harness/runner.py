@@ -1,0 +1,181 @@
+"""Run cases: every measurement in a fresh process, the ways of a case in turn, round after round.
+
+Ways that share a `pick` are tried twice each in the same run before the rounds begin; the quickest goes on under the pick's name.
+A way that cannot run is left out, with its reason. Before the rounds headrace loads once uncounted, which tells how many reads it
+keeps in flight: the floors use as many. On a machine that others use, a measurement waits for a quiet moment and is taken again
+where others were busy meanwhile; what was busy decides, never the figure.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness import pagecache
+from harness.cases import Case, Way
+from harness.child import busy_s
+
+_ROOT = Path(__file__).resolve().parent.parent
+_TIMEOUT_S = 180
+_TRIALS = 2
+_CACHED_SHARE = 0.999
+_BUSY_CPUS = 0.3  # what others may use during a measurement
+_QUIET_WAIT_S = 3.0
+
+Sample = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Measured:
+    """A way and its samples; `skipped` says why there are none."""
+
+    way: Way
+    samples: list[Sample] = field(default_factory=list)
+    skipped: str = ""
+    settings: str = ""  # what a pick ended with
+    trials: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, key: str) -> float:
+        return statistics.median(sample[key] for sample in self.samples)
+
+    def best(self, key: str) -> float:
+        return min(sample[key] for sample in self.samples)
+
+
+class FailedError(Exception):
+    """A measurement that did not come about; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs cases on the checkpoints in a folder.
+
+    Attributes:
+        files: {checkpoint: its shards}.
+        rounds: measurements of each way.
+        retakes: how often a measurement that others disturbed is taken again.
+        peers: the interpreter of the peers, or why there is none.
+        say: told what goes on.
+    """
+
+    files: Mapping[str, Sequence[str]]
+    rounds: int
+    peers: Path | str
+    say: Say
+    retakes: int = 1
+
+    def run(self, case: Case) -> list[Measured]:
+        """All rounds of one case."""
+        if not case.cold:
+            pagecache.evict(self.files[case.checkpoint])  # filled by us, and not by whoever came before
+        idle = {key: value for key, value in case.ways[0].settings.items() if key != "spin_share"}
+        rehearsal = self._measure(case, replace(case.ways[0], settings=idle, kind="stream"), {})
+        known = {"threads": rehearsal["threads"], "idle_s": rehearsal["seconds"]}
+        measured = [*self._plain(case), *self._picked(case, known)]
+        for turn in range(self.rounds):
+            for k in range(len(measured)):
+                one = measured[(k + turn) % len(measured)]
+                if not one.skipped:
+                    self._add_sample(case, one, known)
+                    self._remember_idle(one, known)
+            self.say(f"{case.name}: round {turn + 1} of {self.rounds}")
+        return measured
+
+    def _plain(self, case: Case) -> list[Measured]:
+        return [Measured(way) for way in case.ways if way.pick is None and (way.here or not isinstance(self.peers, str))]
+
+    def _picked(self, case: Case, known: dict[str, Any]) -> Iterable[Measured]:
+        if isinstance(self.peers, str):
+            return
+        for pick in dict.fromkeys(way.pick for way in case.ways if way.pick is not None):
+            candidates = [Measured(way) for way in case.ways if way.pick == pick]
+            for _ in range(_TRIALS):
+                for candidate in candidates:
+                    if not candidate.skipped:
+                        self._add_sample(case, candidate, known)
+            usable = [candidate for candidate in candidates if candidate.samples]
+            trials = {candidate.way.name: [sample["seconds"] for sample in candidate.samples] for candidate in candidates}
+            if not usable:
+                yield Measured(replace(candidates[0].way, name=pick), skipped=candidates[0].skipped, trials=trials)
+                continue
+            best = min(usable, key=lambda candidate: candidate.best("seconds"))
+            self.say(f"{case.name}: {pick} is {best.way.name}")
+            yield Measured(replace(best.way, name=pick), settings=best.way.name, trials=trials)
+
+    def _add_sample(self, case: Case, one: Measured, known: dict[str, Any]) -> None:
+        try:
+            one.samples.append(self._undisturbed(case, one.way, known))
+        except FailedError as exc:
+            one.skipped = str(exc)
+            self.say(f"{case.name}: {one.way.name} skipped: {exc}")
+
+    def _undisturbed(self, case: Case, way: Way, known: dict[str, Any]) -> Sample:
+        """A sample during which others left the CPUs alone; the quietest of a few where there is none."""
+        taken: list[Sample] = []
+        for _ in range(1 + self.retakes):
+            if self.retakes:
+                _wait_for_quiet()
+            taken.append(self._measure(case, way, known))
+            if taken[-1]["others_cpus"] <= _BUSY_CPUS:
+                break
+        return min(taken, key=lambda sample: sample["others_cpus"]) | {"retaken": len(taken) - 1}
+
+    def _remember_idle(self, one: Measured, known: dict[str, Any]) -> None:
+        if one.way.name == "headrace, idle caller" and one.samples:
+            known["idle_s"] = one.median("seconds")
+
+    def _measure(self, case: Case, way: Way, known: dict[str, Any]) -> Sample:
+        files = list(self.files[case.checkpoint])
+        if not case.cold and pagecache.resident_share(files) < _CACHED_SHARE:
+            pagecache.fill(files)
+        settings = dict(way.settings)
+        if settings.get("threads") == "headrace":
+            settings["threads"] = known["threads"]
+        spin_s = settings.pop("spin_share", 0) * known.get("idle_s", 0.0)
+        if spin_s:
+            settings["spin_s"] = spin_s
+        job = {"way": way.call, "files": files, "kind": way.kind or case.kind, "cold": case.cold, "settings": settings}
+        sample = run_child(job, way.environment, sys.executable if way.here else str(self.peers))
+        if spin_s:
+            sample |= {"spin_s": spin_s, "ideal_s": max(spin_s, known["idle_s"])}
+        return sample
+
+
+def _wait_for_quiet() -> None:
+    """Wait until others leave the CPUs alone, a few seconds at most."""
+    never, window_s = threading.Event(), 0.2
+    for _ in range(round(_QUIET_WAIT_S / window_s)):
+        before = busy_s()
+        never.wait(window_s)
+        if busy_s() - before <= _BUSY_CPUS * window_s:
+            return
+
+
+def run_child(job: Mapping[str, Any], environment: Mapping[str, str], interpreter: str) -> Sample:
+    """Measure in a process of its own. Raises `FailedError` with the last line it said."""
+    prefix = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
+    command = [*prefix, interpreter, "-m", "harness.child", json.dumps(job)]
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise FailedError(f"took longer than {_TIMEOUT_S} s") from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        said = done.stderr.strip().splitlines()
+        raise FailedError(said[-1][:200] if said else f"exit status {done.returncode}")
+    return dict(json.loads(lines[-1]))
+
+
+def as_data(measured: Measured) -> dict[str, Any]:
+    """For the JSON file."""
+    data = asdict(measured)
+    data["way"]["settings"] = {key: value for key, value in data["way"]["settings"].items() if not callable(value)}
+    return data

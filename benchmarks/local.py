@@ -1,0 +1,73 @@
+"""Local files to host memory: headrace against bare loops and other loaders."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+from harness import checkpoints, report
+from harness.local_cases import CASES, QUICK
+from harness.runner import Runner
+
+_ROOT = Path(__file__).resolve().parent.parent
+_CACHE = _ROOT / ".cache"
+
+
+def main() -> int:
+    """Measure and report. Returns 0 also where a goal is missed: a shared machine decides no merge."""
+    arguments = _arguments()
+    cases = [case for case in CASES if fnmatch(case.name, arguments.cases) and (not arguments.quick or case.name in QUICK)]
+    if not cases:
+        print(f"no case fits {arguments.cases!r}; there are: {', '.join(case.name for case in CASES)}", file=sys.stderr)
+        return 2
+    names = sorted({case.checkpoint for case in cases})
+    checkpoints.ensure(arguments.data, names)
+    files = {name: checkpoints.files_of(arguments.data / name) for name in names}
+    if arguments.quick:
+        files = {name: shards[:1] for name, shards in files.items()}
+    peers = _peers(arguments)
+    runner = Runner(files, arguments.rounds, peers, _say)
+    run = report.Run(command=shlex.join(["scripts/bench", "local", *sys.argv[1:]]), files=files, peers=peers)
+    for case in cases:
+        run.add(case, runner.run(case))
+        run.save(arguments.out)
+        run.print_case(case)
+    run.finish(arguments.out)
+    return 0
+
+
+def _peers(arguments: argparse.Namespace) -> Path | str:
+    if arguments.no_peers or arguments.quick:
+        return "left out"
+    from harness.peer_environment import ensure
+
+    return ensure(_CACHE / "bench-peers", _say)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench local", description=__doc__)
+    parser.add_argument("--rounds", type=int, help="measurements of each way (5; with --quick 2)")
+    parser.add_argument("--cases", default="*", metavar="GLOB", help="which cases, e.g. 'warm_*'")
+    parser.add_argument(
+        "--data", type=Path, default=_CACHE / "bench", metavar="DIR", help="where the checkpoints are, or will be"
+    )
+    parser.add_argument("--out", type=Path, default=_CACHE / "bench-results", metavar="DIR", help="where JSON and chart go")
+    parser.add_argument("--no-peers", action="store_true", help="headrace and floors only")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: one shard of each checkpoint, two rounds, no peers")
+    arguments = parser.parse_args()
+    if arguments.rounds is None:
+        arguments.rounds = 2 if arguments.quick else 5
+    arguments.data, arguments.out = arguments.data.resolve(), arguments.out.resolve()
+    return arguments
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
