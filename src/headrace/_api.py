@@ -396,11 +396,12 @@ def _automatic_limit(abilities: Sequence[SourceAbilities], headers: Sequence[Hea
 
     Not more either: memory that was never touched costs several times what reading into it does.
     """
-    sizes = chain.from_iterable(map(sub, header.ends, header.starts) for header in headers)
+    sizes: Iterator[int] = chain.from_iterable(map(sub, header.ends, header.starts) for header in headers)
     cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
     least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
     most = max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8))
-    return min(most, max(least, sum(nlargest(2, sizes))))
+    largest: list[int] = nlargest(2, sizes)
+    return min(most, max(least, sum(largest)))
 
 
 def _automatic_concurrency(abilities: Sequence[SourceAbilities]) -> int:

@@ -255,10 +255,11 @@ def choose_route(ability: SourceAbilities, count: int) -> tuple[str, str]:
 class _Run(NamedTuple):
     """What tensors must have in common to share a span."""
 
-    kind: str  # 'small', 'large': straight; 'cast'; 'slice'
+    kind: str  # 'straight', 'cast' or 'slice'
     source: str = ""
     target: str = ""
     given: bool = False
+    size: str = ""  # 'small' or 'large', in memory
     serial: int = -1  # keeps tensors that share nothing apart
 
 
@@ -312,11 +313,11 @@ class _ShardPlanner:
             members = [i for _, i in group]
             first, last = members[0], members[-1] + 1
             if first > at:
-                yield _Run("small"), at, first
-            yield _Run("large"), first, last
+                yield _Run("straight"), at, first
+            yield _Run("straight"), first, last
             at = last
         if at < len(self.sizes):
-            yield _Run("small"), at, len(self.sizes)
+            yield _Run("straight"), at, len(self.sizes)
 
     def keyed_runs(self) -> Iterator[tuple[_Run, int, int]]:
         """Runs where casts, slices or given memory make neighbours differ."""
@@ -329,17 +330,22 @@ class _ShardPlanner:
         own = given is not None and name in given
         target = self.casts.get(self.rows[i], self.dtypes[i])
         if name in self.draft.slices:
-            return _Run("slice", self.dtypes[i], target, own, i)
+            return _Run("slice", self.dtypes[i], target, own, serial=i)
+        widening = DTYPES[target].itemsize / DTYPES[self.dtypes[i]].itemsize
+        size = "small" if self.sizes[i] * widening < SMALL_NBYTES else "large"
         if target != self.dtypes[i]:
-            return _Run("cast", self.dtypes[i], target, own, i if own else -1)
-        return _Run("small" if self.sizes[i] < SMALL_NBYTES else "large", given=own)
+            return _Run("cast", self.dtypes[i], target, own, size, i if own else -1)
+        return _Run("straight", given=own, size=size)
 
     def add_run(self, run: _Run, first: int, last: int) -> None:
         if run.kind == "slice":
             self._add_slice(run, first)
             return
-        gap = 0 if run.kind == "cast" else self.ability.gap_nbytes
-        for begin, end in self._split(first, last, gap, aligned=self.aligned or run.kind == "cast"):
+        gap, most = self.ability.gap_nbytes, self.draft.limits.span_nbytes
+        if run.kind == "cast":  # what is converted leaves no gap, and what widens needs its room in memory
+            wide, narrow = DTYPES[run.source].itemsize, DTYPES[run.target].itemsize
+            gap, most = 0, min(most, most * wide // narrow)
+        for begin, end in self._split(first, last, gap, most, aligned=self.aligned or run.kind == "cast"):
             if run.kind == "cast":
                 self._add_cast(run, begin, end)
             elif run.given and end - begin == 1:
@@ -349,12 +355,11 @@ class _ShardPlanner:
             else:
                 self._add_image(begin, end, given=False)
 
-    def _split(self, first: int, last: int, gap: int, *, aligned: bool) -> Iterator[tuple[int, int]]:
+    def _split(self, first: int, last: int, gap: int, most: int, *, aligned: bool) -> Iterator[tuple[int, int]]:
         """Stretches of a run that fit one span: near enough in the file, short enough, every address aligned."""
         for begin, end in self._neighbours(first, last, gap):
             while begin < end:
-                limit = self.starts[begin] + self.draft.limits.span_nbytes
-                stop = min(end, max(begin + 1, bisect_right(self.ends, limit, begin, end)))
+                stop = min(end, max(begin + 1, bisect_right(self.ends, self.starts[begin] + most, begin, end)))
                 if not aligned:
                     stop = self._aligned_until(begin, stop)
                 yield begin, stop

@@ -38,7 +38,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Region:
-    """A private anonymous mapping, page-aligned, on huge pages from 2 MiB on.
+    """A private anonymous mapping, page-aligned, on huge pages where it is for large leases.
 
     Attributes:
         view: all of it, writable.
@@ -55,7 +55,7 @@ class Region:
         self.address = address_of(self.view)
         self.large = large
         self.free = [Stretch(0, self.nbytes, touched=False)]
-        if self.nbytes >= HUGE:
+        if large and self.nbytes >= HUGE:
             _libc.madvise(self.address, self.nbytes, _MADV_HUGEPAGE)
 
     def populate(self, start: int, end: int) -> None:
@@ -208,7 +208,8 @@ class Pool:
         self._take_back()
         for region in self._regions:
             for stretch in region.free:
-                if stretch.touched and stretch.nbytes < region.nbytes:  # one that is all free is unmapped as it is dropped
+                # A huge page may reach from what is kept into what was never leased. A region that is all free is unmapped.
+                if stretch.nbytes < region.nbytes:
                     region.give_back(stretch.start, stretch.end)
         self._leases.clear()
         self._regions.clear()
