@@ -257,7 +257,9 @@ def _find_index(folder: Folder, present: Sequence[str]) -> str | None:
 def _unindexed_shards(folder: Folder, present: Sequence[str]) -> list[str]:
     names = [name for name in present if name.endswith(_SUFFIX) and not name.startswith(".")]
     if not names:
-        raise SourceNotFoundError(f"no safetensors file in {folder.url}", url=folder.url)
+        others = ", ".join(sorted(present)[:3])
+        seen = f"it holds {others}{', ...' if len(present) > 3 else ''}" if present else "it is empty"
+        raise SourceNotFoundError(f"no *.safetensors file in {folder.url}: {seen}; open the folder of the shards", url=folder.url)
     _check_numbered_sets(folder, names)
     return names
 

@@ -36,7 +36,7 @@ from headrace.sources.base import AlignedSource, ByteSource
 Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
-_JOIN_S = 1.0  # a reader that does not come back from a stalled source by then is left behind; it holds nothing that is reused
+_JOIN_S = 1.0  # readers that do not come back from a stalled source by then are left behind; they hold nothing that is reused
 _BATCH = 32  # tensors made at a time
 _TICK_S = 0.1  # how often a waiting caller reports progress
 
@@ -141,9 +141,10 @@ class Engine:
         if not self._started or self.pid != os.getpid():
             return
         switching_fast.release()
+        deadline = time.monotonic() + _JOIN_S
         for thread in self._threads:
             if thread is not threading.current_thread():  # the collector may end an abandoned stream on one of its own readers
-                thread.join(_JOIN_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def run(self) -> Generator[tuple[str, Any], None, None]:
         """The tensors, (name, tensor) each. The generator's end, close or collection stops the engine."""

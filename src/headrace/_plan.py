@@ -577,13 +577,18 @@ def _bound(plan: Plan) -> int:
 
 
 def _first(pairs: Sequence[tuple[str, str]]) -> str:
-    shown = "; ".join(f"{name} ({reason})" for name, reason in pairs[:3])
+    shown = "; ".join(f"{_printable(name)} ({reason})" for name, reason in pairs[:3])
     return shown + ("; ..." if len(pairs) > 3 else "")
 
 
 def _shortened(urls: Sequence[str]) -> str:
-    names = [url.rstrip("/").rpartition("/")[2] for url in urls]
+    names = [_printable(url.rstrip("/").rpartition("/")[2]) for url in urls]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _printable(name: str) -> str:
+    """A name on one line, without control characters: checkpoints come from strangers."""
+    return name if name.isprintable() else ascii(name)[1:-1]
 
 
 def format_nbytes(nbytes: float) -> str:

@@ -174,5 +174,9 @@ def _target(dtype: object, name: str) -> str | None:
         return None
     found = find_dtype(dtype)
     if found is None or found.torch is None or found.bits < 8:
-        raise OptionError(f"dtype for {name!r}: {dtype!r} is no dtype that tensors can be cast to", option="dtype")
+        place = "" if name == "*" else f" for {name!r}"
+        raise OptionError(
+            f"dtype{place}: {dtype!r} is no dtype that tensors can be cast to, such as 'bfloat16' or torch.float16",
+            option="dtype",
+        )
     return found.name

@@ -202,10 +202,14 @@ class Pool:
         return moved
 
     def close(self) -> None:
-        """Forget all memory, and give back what no tensor lives in. Whoever lives in the rest keeps that, and no more."""
+        """Forget all memory, and give back what no tensor lives in now; what tensors live in goes back as each one goes."""
         for lease in self._leases:
             lease.owner = None  # what was never handed out comes back now, unless a reader is still at it
         self._take_back()
+        for lease in self._leases:
+            if (owner := lease()) is not None:
+                weakref.finalize(owner, lease.region.give_back, lease.start, lease.start + lease.nbytes).atexit = False
+                del owner
         for region in self._regions:
             for stretch in region.free:
                 # A huge page may reach from what is kept into what was never leased. A region that is all free is unmapped.
