@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from harness.cases import Case, Goal, Way
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 _LIMIT = 256 * MIB
 _SAFETENSORS = ("safetensors*",)
+_STRATEGIES = ("io_uring_direct", "sync_buffered", "io_uring_buffered")
+_FEW_THREADS = 2
 _OURS = Way("headrace", "ours:run", "headrace")
 
 
@@ -66,28 +68,23 @@ def _runai(name: str, *, pick: str | None = None, owned: bool = True, **variable
     return _peer(name if pick is None else said or "default", "runai", pick=pick, environment=environment, owned=owned)
 
 
-def _runai_tuned(pick: str, *, owned: bool, direct: bool = False) -> tuple[Way, ...]:
-    """Candidates for Run:ai's best: where it reads from, how much it may hold, how many reads are under way."""
-    strategies = ("io_uring_direct",) if direct else ("io_uring_direct", "sync_buffered", "io_uring_buffered")
+def _runai_tuned(pick: str, *, owned: bool, limit: int, strategies: tuple[str, ...] = _STRATEGIES) -> tuple[Way, ...]:
+    """Candidates for Run:ai's best: how it reads, how much it may hold, and (buffered) as few threads as there are CPUs here."""
     found = []
     for strategy in strategies:
-        for limit in (None, 1 << 30):
-            for depth in (None, 2) if strategy != "io_uring_direct" else (None, 16):
-                variables: dict[str, object] = {"fs_strategy": strategy}
-                if limit is not None:
-                    variables["memory_limit"] = limit
-                if depth is not None:
-                    variables["fs_queue_depth"] = depth
-                found.append(_runai("", pick=pick, owned=owned, **variables))
+        found.append(_runai("", pick=pick, owned=owned, fs_strategy=strategy))
+        found.append(_runai("", pick=pick, owned=owned, fs_strategy=strategy, memory_limit=limit))
+    if "sync_buffered" in strategies:
+        found.append(
+            _runai("", pick=pick, owned=owned, fs_strategy="sync_buffered", memory_limit=limit, fs_queue_depth=_FEW_THREADS)
+        )
     return tuple(found)
 
 
 _RUNAI = _runai("Run:ai default")
-_RUNAI_OWNED = _runai_tuned("Run:ai best owned", owned=True)
-_RUNAI_BORROWED = _runai_tuned("Run:ai best borrowed", owned=False)
 _RUNAI_DIRECT = (
     _runai("Run:ai io_uring_direct", fs_strategy="io_uring_direct"),
-    *_runai_tuned("Run:ai io_uring_direct, best borrowed", owned=False, direct=True),
+    *_runai_tuned("Run:ai io_uring_direct, best borrowed", owned=False, limit=GIB, strategies=("io_uring_direct",)),
 )
 _FAST_WARM = _peer("fastsafetensors", "fastsafetensors", environment={"FASTSAFETENSORS_ODIRECT": "0"}, note="nogds, buffered")
 _FAST_COLD = _peer("fastsafetensors", "fastsafetensors", note="nogds, its default: O_DIRECT")
@@ -105,7 +102,15 @@ _FLASHPACK = _peer(
 )
 _TENSORIZER = _peer("tensorizer", "tensorizer", note="own format; 4 readers")
 
-_WARM_PEERS = (_RUNAI, *_RUNAI_OWNED, *_RUNAI_BORROWED, _FAST_WARM)
+
+def _warm_peers(limit: int) -> tuple[Way, ...]:
+    return (
+        _RUNAI,
+        *_runai_tuned("Run:ai best owned", owned=True, limit=limit),
+        *_runai_tuned("Run:ai best borrowed", owned=False, limit=limit),
+        _FAST_WARM,
+    )
+
 
 CASES = (
     Case(
@@ -114,7 +119,7 @@ CASES = (
         "llama",
         "into",
         False,
-        (_OURS, _FLOOR_INTO, _LOAD_FILE, *_WARM_PEERS),
+        (_OURS, _FLOOR_INTO, _LOAD_FILE, *_warm_peers(GIB)),
         (
             Goal("0.95 × bare preadv into the same memory", "speed", at_least=0.95, against=(_FLOOR_INTO.name,)),
             Goal("faster than safetensors load_file + copy", "speed", at_least=1.0, against=_SAFETENSORS),
@@ -126,7 +131,7 @@ CASES = (
         "llama",
         "stream",
         False,
-        (_OURS, _FLOOR_RECYCLED, _FLOOR_CHUNKS, *_WARM_PEERS, _FLASHPACK, _TENSORIZER, _INSTANT),
+        (_OURS, _FLOOR_RECYCLED, _FLOOR_CHUNKS, *_warm_peers(GIB), _FLASHPACK, _TENSORIZER, _INSTANT),
         (
             Goal("0.85 × a bare loop into recycled memory", "speed", at_least=0.85, against=(_FLOOR_RECYCLED.name,)),
             Goal("5 × Run:ai's default", "speed", at_least=5, against=("Run:ai default",)),
@@ -179,7 +184,7 @@ CASES = (
         "moe",
         "stream",
         False,
-        (_OURS, _FLOOR_CHUNKS, _LOAD_FILE_VIEWS, _SAFE_OPEN_PREAD, *_WARM_PEERS),
+        (_OURS, _FLOOR_CHUNKS, _LOAD_FILE_VIEWS, _SAFE_OPEN_PREAD, *_warm_peers(_LIMIT)),
         (
             Goal("3.5 µs per tensor over the bytes", "overhead_us", at_most=3.5, against=(_FLOOR_CHUNKS.name,)),
             Goal("2 × the quickest peer", "speed", at_least=2.0, against=("safetensors*", "Run:ai*", "fastsafetensors*")),

@@ -31,6 +31,13 @@ def populate(memory: memoryview) -> None:
         memory[:] = bytes(memory.nbytes)  # before Linux 5.14
 
 
+def claim_from_host(nbytes: int) -> None:
+    """Touch memory and free it again, so that a hypervisor has given it by the time it is needed."""
+    step = 64 << 20
+    held = [allocate(step) for _ in range(nbytes // step)]
+    del held
+
+
 def address(memory: memoryview) -> int:
     """Where writable memory lies."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,6 +1,6 @@
 """Run cases: every measurement in a fresh process, the ways of a case in turn, round after round.
 
-Ways that share a `pick` are tried twice each in the same run before the rounds begin; the quickest goes on under the pick's name.
+Ways that share a `pick` are tried once each in the same run before the rounds begin; the quickest goes on under the pick's name.
 A way that cannot run is left out, with its reason. Before the rounds headrace loads once uncounted, which tells how many reads it
 keeps in flight: the floors use as many. On a machine that others use, a measurement waits for a quiet moment and is taken again
 where others were busy meanwhile; what was busy decides, never the figure.
@@ -9,6 +9,7 @@ where others were busy meanwhile; what was busy decides, never the figure.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from harness.child import busy_s
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 180
-_TRIALS = 2
 _CACHED_SHARE = 0.999
+_STREAM_NBYTES = 768 << 20  # headrace reads ahead up to 512 MiB
 _BUSY_CPUS = 0.3  # what others may use during a measurement
 _QUIET_WAIT_S = 3.0
 
@@ -97,10 +98,8 @@ class Runner:
             return
         for pick in dict.fromkeys(way.pick for way in case.ways if way.pick is not None):
             candidates = [Measured(way) for way in case.ways if way.pick == pick]
-            for _ in range(_TRIALS):
-                for candidate in candidates:
-                    if not candidate.skipped:
-                        self._add_sample(case, candidate, known)
+            for candidate in candidates:
+                self._add_sample(case, candidate, known)
             usable = [candidate for candidate in candidates if candidate.samples]
             trials = {candidate.way.name: [sample["seconds"] for sample in candidate.samples] for candidate in candidates}
             if not usable:
@@ -142,7 +141,16 @@ class Runner:
         spin_s = settings.pop("spin_share", 0) * known.get("idle_s", 0.0)
         if spin_s:
             settings["spin_s"] = spin_s
-        job = {"way": way.call, "files": files, "kind": way.kind or case.kind, "cold": case.cold, "settings": settings}
+        kind = way.kind or case.kind
+        all_of_it = kind == "load" or way.role == "peer"
+        job = {
+            "way": way.call,
+            "files": files,
+            "kind": kind,
+            "cold": case.cold,
+            "memory_nbytes": sum(map(os.path.getsize, files)) if all_of_it else _STREAM_NBYTES,
+            "settings": settings,
+        }
         sample = run_child(job, way.environment, sys.executable if way.here else str(self.peers))
         if spin_s:
             sample |= {"spin_s": spin_s, "ideal_s": max(spin_s, known["idle_s"])}
