@@ -159,7 +159,8 @@ def _random_bytes(nbytes: int) -> Iterator[memoryview]:
     """Each piece begins elsewhere in the pattern, so that a read from a wrong place shows."""
     import numpy as np
 
-    pattern = np.random.default_rng(0).integers(0, 256, size=_PATTERN_NBYTES, dtype=np.uint8)
+    size = min(_PATTERN_NBYTES, nbytes // 2 * 2 + 65536)
+    pattern = np.random.default_rng(0).integers(0, 256, size=size, dtype=np.uint8)
     pattern.view(np.uint16)[:] &= 0xBFFF
     turn = 0
     while nbytes:
