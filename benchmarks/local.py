@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from harness import checkpoints, report
-from harness.local_cases import CASES, QUICK
+from harness.local_cases import CASES, ON_REQUEST, QUICK
 from harness.runner import Runner
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ _CACHE = _ROOT / ".cache"
 def main() -> int:
     """Measure and report. Returns 0 also where a goal is missed: a shared machine decides no merge."""
     arguments = _arguments()
-    cases = [case for case in CASES if fnmatch(case.name, arguments.cases) and (not arguments.quick or case.name in QUICK)]
+    cases = [case for case in CASES if _wanted(case.name, arguments)]
     if not cases:
         print(f"no case fits {arguments.cases!r}; there are: {', '.join(case.name for case in CASES)}", file=sys.stderr)
         return 2
@@ -40,6 +40,12 @@ def main() -> int:
     return 0
 
 
+def _wanted(name: str, arguments: argparse.Namespace) -> bool:
+    if name in ON_REQUEST:
+        return bool(arguments.cases == name)
+    return fnmatch(name, arguments.cases) and (not arguments.quick or name in QUICK)
+
+
 def _peers(arguments: argparse.Namespace) -> Path | str:
     if arguments.no_peers or arguments.quick:
         return "left out"
@@ -56,11 +62,14 @@ def _arguments() -> argparse.Namespace:
         "--data", type=Path, default=_CACHE / "bench", metavar="DIR", help="where the checkpoints are, or will be"
     )
     parser.add_argument("--out", type=Path, default=_CACHE / "bench-results", metavar="DIR", help="where JSON and chart go")
+    parser.add_argument("--retakes", type=int, help="how often a disturbed measurement is taken again (1; with --quick 0)")
     parser.add_argument("--no-peers", action="store_true", help="headrace and floors only")
     parser.add_argument("--quick", action="store_true", help="a smoke run: one shard of each checkpoint, two rounds, no peers")
     arguments = parser.parse_args()
     if arguments.rounds is None:
         arguments.rounds = 2 if arguments.quick else 5
+    if arguments.retakes is None:
+        arguments.retakes = 0 if arguments.quick else 1
     arguments.data, arguments.out = arguments.data.resolve(), arguments.out.resolve()
     return arguments
 

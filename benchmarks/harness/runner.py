@@ -63,6 +63,7 @@ class Runner:
         files: {checkpoint: its shards}.
         rounds: measurements of each way.
         retakes: how often a measurement that others disturbed is taken again.
+        picks: {(pick, checkpoint, cold): the quickest of its ways}, found in the first case that has them.
         peers: the interpreter of the peers, or why there is none.
         say: told what goes on.
     """
@@ -72,6 +73,7 @@ class Runner:
     peers: Path | str
     say: Say
     retakes: int = 1
+    picks: dict[tuple[str, str, bool], Way] = field(default_factory=dict)
 
     def run(self, case: Case) -> list[Measured]:
         """All rounds of one case."""
@@ -85,7 +87,7 @@ class Runner:
             for k in range(len(measured)):
                 one = measured[(k + turn) % len(measured)]
                 if not one.skipped:
-                    self._add_sample(case, one, known)
+                    self._add_sample(case, one, known, retakes=self.retakes)
                     self._remember_idle(one, known)
             self.say(f"{case.name}: round {turn + 1} of {self.rounds}")
         return measured
@@ -97,30 +99,34 @@ class Runner:
         if isinstance(self.peers, str):
             return
         for pick in dict.fromkeys(way.pick for way in case.ways if way.pick is not None):
+            if (known_best := self.picks.get((pick, case.checkpoint, case.cold))) is not None:
+                yield Measured(replace(known_best, name=pick), settings=known_best.name)
+                continue
             candidates = [Measured(way) for way in case.ways if way.pick == pick]
             for candidate in candidates:
-                self._add_sample(case, candidate, known)
+                self._add_sample(case, candidate, known, retakes=0)
             usable = [candidate for candidate in candidates if candidate.samples]
             trials = {candidate.way.name: [sample["seconds"] for sample in candidate.samples] for candidate in candidates}
             if not usable:
                 yield Measured(replace(candidates[0].way, name=pick), skipped=candidates[0].skipped, trials=trials)
                 continue
             best = min(usable, key=lambda candidate: candidate.best("seconds"))
+            self.picks[pick, case.checkpoint, case.cold] = best.way
             self.say(f"{case.name}: {pick} is {best.way.name}")
             yield Measured(replace(best.way, name=pick), settings=best.way.name, trials=trials)
 
-    def _add_sample(self, case: Case, one: Measured, known: dict[str, Any]) -> None:
+    def _add_sample(self, case: Case, one: Measured, known: dict[str, Any], *, retakes: int) -> None:
         try:
-            one.samples.append(self._undisturbed(case, one.way, known))
+            one.samples.append(self._undisturbed(case, one.way, known, retakes))
         except FailedError as exc:
             one.skipped = str(exc)
             self.say(f"{case.name}: {one.way.name} skipped: {exc}")
 
-    def _undisturbed(self, case: Case, way: Way, known: dict[str, Any]) -> Sample:
+    def _undisturbed(self, case: Case, way: Way, known: dict[str, Any], retakes: int) -> Sample:
         """A sample during which others left the CPUs alone; the quietest of a few where there is none."""
         taken: list[Sample] = []
-        for _ in range(1 + self.retakes):
-            if self.retakes:
+        for _ in range(1 + retakes):
+            if retakes:
                 _wait_for_quiet()
             taken.append(self._measure(case, way, known))
             if taken[-1]["others_cpus"] <= _BUSY_CPUS:
