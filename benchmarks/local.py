@@ -30,7 +30,7 @@ def main() -> int:
     if arguments.quick:
         files = {name: shards[:1] for name, shards in files.items()}
     peers = _peers(arguments)
-    runner = Runner(files, arguments.rounds, peers, _say)
+    runner = Runner(files, arguments.rounds, peers, _say, arguments.retakes)
     run = report.Run(command=shlex.join(["scripts/bench", "local", *sys.argv[1:]]), files=files, peers=peers)
     for case in cases:
         run.add(case, runner.run(case))
