@@ -1,4 +1,4 @@
-"""The bar chart: a panel per case, a bar per way, a line where the floor is. Draws from the data of the JSON file alone.
+"""The bar chart: a panel per case, a bar per way, a line at its first floor. Draws from the data of the JSON file alone.
 
 Colours are from Okabe and Ito, told apart by people who see colours differently; the names stand next to the bars, so that colour
 carries nothing alone.
@@ -46,7 +46,7 @@ def draw(data: Mapping[str, Any], path: Path) -> Path | None:
 
 
 def _bars(case: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(name, role, median GB/s, best GB/s) of each way that ran: headrace first, then floors, then peers from quick to slow."""
+    """(name, role, median GB/s, best GB/s) of each way that ran: headrace, floors in the case's order, peers from quick to slow."""
     found = []
     for name, way in case["ways"].items():
         if way["samples"] and not way["skipped"]:
@@ -54,7 +54,7 @@ def _bars(case: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
             rate = way["samples"][0]["bytes"] / 1e9
             label = f"{name}: {way['settings']}" if way["settings"] else name
             found.append((label, way["way"]["role"], rate / median(seconds), rate / min(seconds)))
-    return sorted(found, key=lambda bar: (list(_COLOURS).index(bar[1]), -bar[2]))
+    return sorted(found, key=lambda bar: (list(_COLOURS).index(bar[1]), -bar[2] if bar[1] == "peer" else 0))
 
 
 def _draw_panel(axis: Any, title: str, bars: list[tuple[str, str, float, float]]) -> None:

@@ -1,7 +1,7 @@
 """The checkpoints that are measured: made once, kept in a folder that git ignores.
 
 `llama` has the shapes of a Llama of 2 G parameters: three shards, 164 BF16 tensors, 3.7 GiB, the largest 376 MiB. `moe` has
-60,000 BF16 tensors of 4 to 64 KiB in three shards of 1 GiB together. `f32` has 32 F32 tensors of 32 MiB. `tiny` serves tests.
+60,000 BF16 tensors of 4 to 64 KiB in three shards of 1 GiB together. `f32` has 32 F32 tensors of 32 MiB. The others serve tests.
 Values are random bits with the top exponent bit cleared, so none is NaN or infinite. The header is read here as well, without
 headrace, so that floors and peers know names and offsets.
 """
@@ -46,9 +46,9 @@ class New:
         return prod(self.shape) * WIDTHS[self.dtype]
 
 
-def llama() -> list[list[New]]:
+def llama(vocab: int = 64128, layers: int = 18) -> list[list[New]]:
     """Shards of a Llama-like model: embeddings large, norms tiny."""
-    hidden, inner, kv, vocab, layers = 3072, 8192, 1024, 64128, 18
+    hidden, inner, kv = 3072, 8192, 1024
     shapes = {
         "input_layernorm": (hidden,),
         "mlp.down_proj": (hidden, inner),
@@ -86,7 +86,12 @@ def tiny() -> list[list[New]]:
     return [[New(f"layers.{i}.{name}", "F32", shape) for i in range(8) for name, shape in (("norm", (64,)), ("w", (256, 512)))]]
 
 
-SETS = {"llama": llama, "moe": moe, "f32": f32, "tiny": tiny}
+def short() -> list[list[New]]:
+    """A llama of one layer, for smoke runs."""
+    return llama(vocab=8192, layers=1)
+
+
+SETS = {"llama": llama, "moe": moe, "f32": f32, "short": short, "tiny": tiny}
 
 
 def ensure(folder: Path, names: Iterable[str]) -> None:

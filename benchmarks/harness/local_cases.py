@@ -268,4 +268,4 @@ CASES = (
 )
 
 ON_REQUEST = {"own_formats"}  # left out unless --cases asks for them
-QUICK = {"warm_into", "warm_stream", "cold_stream", "cold_load", "cast_f32_bf16"}
+QUICK = {"warm_stream", "warm_into", "cold_load"}

@@ -148,13 +148,14 @@ class Runner:
         if spin_s:
             settings["spin_s"] = spin_s
         kind = way.kind or case.kind
+        total = sum(map(os.path.getsize, files))
         all_of_it = kind == "load" or way.role == "peer"
         job = {
             "way": way.call,
             "files": files,
             "kind": kind,
             "cold": case.cold,
-            "memory_nbytes": sum(map(os.path.getsize, files)) if all_of_it else _STREAM_NBYTES,
+            "memory_nbytes": total if all_of_it else min(total, _STREAM_NBYTES),
             "settings": settings,
         }
         sample = run_child(job, way.environment, sys.executable if way.here else str(self.peers))
