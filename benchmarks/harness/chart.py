@@ -46,7 +46,7 @@ def draw(data: Mapping[str, Any], path: Path) -> Path | None:
 
 
 def _bars(case: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(name, role, median GB/s, best GB/s) of each way that ran: headrace, floors in the case's order, peers from quick to slow."""
+    """(name, role, median GB/s, best GB/s) of each way that ran: headrace, the case's floors, peers from quick to slow."""
     found = []
     for name, way in case["ways"].items():
         if way["samples"] and not way["skipped"]:
