@@ -16,6 +16,7 @@ from safetensors.numpy import save
 
 import headrace
 from headrace._checkpoint import open_folder, read_header
+from headrace._options import Options
 from headrace.errors import FormatError, HeadraceError, OptionError, SourceError, SourceNotFoundError, TensorNotFoundError
 from headrace.sources.file import FileFolder
 from headrace.sources.memory import MemoryFolder, MemorySource
@@ -427,7 +428,7 @@ def test_where_finds_every_row_with_and_without_an_index() -> None:
     files = {"a.safetensors": shard("a", "b", "c"), "b.safetensors": shard("d", "e"), "c.safetensors": shard("f")}
     allowed = {"c": "a.safetensors", "d": "b.safetensors", "e": "b.safetensors", "a": "a.safetensors", "f": "c.safetensors"}
     for extra in ({}, {INDEX: index(allowed)}):
-        checkpoint = open_folder(MemoryFolder({**files, **extra}))
+        checkpoint = open_folder(MemoryFolder({**files, **extra}), Options())
         assert set(checkpoint.where) == (set(allowed) if extra else set("abcdef"))
         for name, (number, row) in checkpoint.where.items():
             assert checkpoint.headers[number].names[row] == name

@@ -178,3 +178,26 @@ FORK = """
 def test_a_forked_child_begins_anew_and_the_parent_goes_on() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(FORK)], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "0 True (0.003, True)"
+
+
+RELEASED_IN_CHILD = """
+    import os, sys
+    from headrace._interpreter import switching_fast
+    sys.setswitchinterval(0.003)
+    switching_fast.acquire()
+    child = os.fork()
+    switching_fast.release()  # in both: the child runs the same `finally`
+    ok = round(sys.getswitchinterval(), 6) == 0.003
+    with switching_fast.held():
+        ok = ok and round(sys.getswitchinterval(), 6) == 5e-5
+    ok = ok and round(sys.getswitchinterval(), 6) == 0.003
+    if not child:
+        os._exit(0 if ok else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ok)
+"""
+
+
+def test_a_release_that_the_child_inherits_does_no_harm() -> None:
+    code = textwrap.dedent(RELEASED_IN_CHILD)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "0 True"

@@ -167,7 +167,7 @@ def test_a_dtype_may_be_spelled_as_torch_or_the_format_does(spelling: object) ->
     assert cast(spelling, {"w": ("F32", [4, 4])}) == ({"w": "BF16"}, {})
 
 
-@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("source", ["F64", "F32", "F16", "BF16"])
 @pytest.mark.parametrize("target", ["F64", "F32", "F16", "BF16"])
 def test_a_blanket_dtype_casts_wide_floats(source: str, target: str) -> None:
     expected = {} if source == target else {"w": target}
@@ -382,6 +382,14 @@ def test_no_rule_casts_nothing() -> None:
 def test_a_dtype_that_nothing_can_be_cast_to_names_the_option(rule: object) -> None:
     with pytest.raises(OptionError) as caught:
         cast(rule, {"w": ("F32", [4])})
+    assert caught.value.option == "dtype"
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
+@pytest.mark.parametrize("rule", [{"w": "float32"}, lambda _: "float32"], ids=["name", "callable"])
+def test_a_dtype_that_nothing_can_be_cast_from_names_the_option(rule: object, dtype: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        cast(rule, {"w": (dtype, [4, 4])})
     assert caught.value.option == "dtype"
 
 

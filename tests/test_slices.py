@@ -258,7 +258,7 @@ def test_a_cut_inside_a_row_of_narrow_elements_is_refused(bits: int, shape: list
         cut_slice(shape, index, bits=bits, slot_nbytes=MANY, pieces_from_nbytes=PIECES_NEVER)
 
 
-@pytest.mark.parametrize(("bits", "shape"), [(4, [6]), (6, [4]), (4, [6, 8])])
+@pytest.mark.parametrize(("bits", "shape"), [(4, [2, 3]), (4, [6]), (6, [4]), (6, [2, 2]), (4, [6, 8])])
 @pytest.mark.parametrize("index", [(), ..., slice(None)], ids=str)
 def test_a_whole_tensor_of_narrow_elements_is_one_range(bits: int, shape: list[int], index: Index) -> None:
     cuts, result = cut_slice(shape, index, bits=bits, slot_nbytes=MANY, pieces_from_nbytes=PIECES_NEVER)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from heapq import nlargest
-from itertools import chain
-from operator import sub
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -19,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from typing_extensions import Self
 
 from headrace._checkpoint import INDEX_SUFFIX, Checkpoint, open_files, open_folder
-from headrace._header import Header, TensorInfo
+from headrace._header import TensorInfo
 from headrace._interpreter import gc_paused
 from headrace._machine import available_cpus, available_memory
 from headrace._options import Options, resolve
@@ -28,7 +26,7 @@ from headrace._progress import Progress, Snapshot
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
 from headrace._slices import Index, slice_shape
 from headrace.errors import OptionError, StreamError
-from headrace.sources.base import AlignedSource, ByteSource, Folder
+from headrace.sources.base import ByteSource, Folder, aligned_source
 from headrace.sources.file import FileFolder, FileSource
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ def open(url: Location, *, options: Options | None = None, **overrides: Any) -> 
         ...     print(len(checkpoint), checkpoint.nbytes)
         103 90405376
     """
-    return _open(url, resolve(options, overrides))
+    return _open(url, _resolved(url, options, overrides))
 
 
 def plan(
@@ -94,7 +92,7 @@ def plan(
     Raises:
         As `open`, and TensorNotFoundError for a name that fits nothing.
     """
-    resolved = resolve(options, overrides)
+    resolved = _resolved(url, options, overrides)
     _check_device(device)
     checkpoint = _open(url, resolved)
     try:
@@ -156,7 +154,7 @@ def stream(
         ...     for name, tensor in tensors:
         ...         model.get_parameter(name).data.copy_(tensor)
     """
-    resolved = resolve(options, overrides)
+    resolved = _resolved(url, options, overrides)
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     _check_device(device)
@@ -190,7 +188,7 @@ def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
         >>> weights = headrace.load("models/minilm", names="embeddings.*")
     """
     arguments.setdefault("order", "file")
-    options = resolve(arguments.pop("options", None), _option_overrides(arguments))
+    options = _resolved(url, arguments.pop("options", None), _option_overrides(arguments))
     if options.memory_limit is None:
         options = options.merged({"memory_limit": -1})
     with stream(url, options=options, **arguments) as tensors, gc_paused.held():
@@ -265,7 +263,10 @@ class _Request:
     def plan(self, *, given: Mapping[str, str] | None = None) -> Plan:
         """The plan. `given`: dtypes of the destinations, for the tensors whose memory the caller provides."""
         headers, where = self.checkpoint.headers, self.checkpoint.where
-        abilities = [_abilities(source) for source in self.checkpoint.sources]
+        abilities = [
+            _abilities(source) if rows is None or rows else _UNUSED
+            for source, rows in zip(self.checkpoint.sources, self.chosen, strict=True)
+        ]
         with gc_paused.held():
             casts, left_alone = choose_casts(self.rule, headers, self.chosen, where)
             for name, dtype in (given or {}).items():
@@ -277,7 +278,7 @@ class _Request:
                 headers,
                 self.chosen,
                 abilities,
-                _limits(self.options, abilities, headers),
+                _limits(self.options, abilities, self.checkpoint),
                 casts=casts if any(casts) else None,
                 slices=self.slices,
                 given=frozenset(given) if given else None,
@@ -374,43 +375,61 @@ def _new_progress(plan: Plan) -> Progress:
 # -- limits --------------------------------------------------------------------------------------------------------------------
 
 
+_UNUSED = SourceAbilities("memory")  # nothing is read from the shard
+
+
 def _abilities(source: ByteSource) -> SourceAbilities:
     if isinstance(source, FileSource):
         return SourceAbilities("file", cached=not source.prefers_direct(0, min(source.nbytes, CHUNK_NBYTES)))
-    if isinstance(source, AlignedSource):
+    if aligned_source(source) is not None:
         return SourceAbilities("file", cached=None)
     return SourceAbilities("memory")
 
 
-def _limits(options: Options, abilities: Sequence[SourceAbilities], headers: Sequence[Header]) -> Limits:
+def _limits(options: Options, abilities: Sequence[SourceAbilities], checkpoint: Checkpoint) -> Limits:
     limit = options.memory_limit
     if limit is None:
-        limit = _automatic_limit(abilities, headers)
+        limit = _automatic_limit(abilities, checkpoint.largest)
     elif limit < 0:
-        limit = max(2 * sum(header.nbytes for header in headers), CHUNK_NBYTES)  # twice: casts may widen, spans are rounded up
+        nbytes = sum(header.nbytes for header in checkpoint.headers)
+        limit = max(2 * nbytes, CHUNK_NBYTES)  # twice: casts may widen, spans are rounded up
     return Limits(options.concurrency or _automatic_concurrency(abilities), limit)
 
 
-def _automatic_limit(abilities: Sequence[SourceAbilities], headers: Sequence[Header]) -> int:
+def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int]) -> int:
     """Room for the two largest tensors, so that one is read while the other is used; not less than keeps the source busy.
 
     Not more either: memory that was never touched costs several times what reading into it does.
     """
-    sizes: Iterator[int] = chain.from_iterable(map(sub, header.ends, header.starts) for header in headers)
     cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
     least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
-    most = max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8))
-    largest: list[int] = nlargest(2, sizes)
-    return min(most, max(least, sum(largest)))
+    wanted = max(least, sum(largest))
+    return wanted if wanted <= least else min(wanted, max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8)))
 
 
 def _automatic_concurrency(abilities: Sequence[SourceAbilities]) -> int:
     """Readers that copy out of the page cache keep a CPU busy each; readers that wait for a disk need more of them."""
-    cpus = available_cpus()
+    cpus = _cpus()
     return min(16, max(8, cpus)) if any(ability.cached is False for ability in abilities) else min(8, max(2, cpus))
 
 
+@lru_cache(maxsize=1)
+def _cpus() -> int:
+    return available_cpus()
+
+
 # -- arguments -----------------------------------------------------------------------------------------------------------------
+
+
+def _resolved(url: Location, options: Options | None, overrides: dict[str, Any]) -> Options:
+    """The options of one call. An open checkpoint has asked the environment already."""
+    if isinstance(url, Checkpoint):
+        return (url.options if options is None else _over(url.options, options)).merged(overrides)
+    return resolve(options, overrides)
+
+
+def _over(base: Options, options: Options) -> Options:
+    return base.merged({name: getattr(options, name) for name in Options.__dataclass_fields__})
 
 
 def _open(url: Location, options: Options) -> Checkpoint:
@@ -423,19 +442,19 @@ def _open(url: Location, options: Options) -> Checkpoint:
         return _open_list(url, options)
     if hasattr(url, "read_into"):
         source = cast(ByteSource, url)
-        return open_files([lambda: source], source.url)
+        return open_files([lambda: source], source.url, options)
     if hasattr(url, "names"):
-        return open_folder(url)
+        return open_folder(url, options)
     raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")
 
 
 def _open_path(path: Path, options: Options) -> Checkpoint:
     direct_io = options.direct_io or "auto"
     if path.is_dir():
-        return open_folder(FileFolder(path, direct_io=direct_io))
+        return open_folder(FileFolder(path, direct_io=direct_io), options)
     if path.name.endswith(INDEX_SUFFIX):
-        return open_folder(FileFolder(path.parent, direct_io=direct_io), index=path.name)
-    return open_files([lambda: FileSource(path, direct_io=direct_io)], str(path))
+        return open_folder(FileFolder(path.parent, direct_io=direct_io), options, index=path.name)
+    return open_files([lambda: FileSource(path, direct_io=direct_io)], str(path), options)
 
 
 def _open_list(urls: Sequence[Any], options: Options) -> Checkpoint:
@@ -449,10 +468,13 @@ def _open_list(urls: Sequence[Any], options: Options) -> Checkpoint:
         path = _local_path(url)
         return lambda: FileSource(path, direct_io=direct_io)
 
-    return open_files([opener(url) for url in urls], ", ".join(str(getattr(url, "url", url)) for url in urls[:3]))
+    named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
+    return open_files([opener(url) for url in urls], named, options)
 
 
 def _local_path(url: str | os.PathLike[str]) -> Path:
+    if not isinstance(url, (str, os.PathLike)):
+        raise OptionError(f"url is a path, a URL or a source, not {type(url).__name__}", option="url")
     text = os.fspath(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme == "file":

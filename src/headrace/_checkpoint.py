@@ -15,7 +15,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import accumulate, chain
+from operator import sub
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +25,7 @@ from typing_extensions import Self
 
 from headrace._header import Header, TensorInfo, header_nbytes, parse_header
 from headrace._interpreter import gc_paused
+from headrace._options import Options
 from headrace._selection import info_at, unknown_tensor
 from headrace.errors import FormatError, SourceNotFoundError
 from headrace.sources.base import ByteSource, Folder
@@ -46,6 +49,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         headers: one per shard, as columns.
         sources: one per shard, open.
         rows: per shard the rows that belong to the checkpoint; None for all.
+        where: (shard, row) of every name.
+        options: what it was opened with, the environment included; loads from it start from them.
+        largest: bytes of the two largest tensors in the shards.
 
     Example:
         >>> with headrace.open("models/minilm") as checkpoint:
@@ -54,13 +60,20 @@ class Checkpoint(Mapping[str, TensorInfo]):
     """
 
     def __init__(
-        self, url: str, sources: Sequence[ByteSource], headers: Sequence[Header], rows: Sequence[list[int] | None]
+        self,
+        url: str,
+        sources: Sequence[ByteSource],
+        headers: Sequence[Header],
+        rows: Sequence[list[int] | None],
+        options: Options,
     ) -> None:
         self.url = url
+        self.options = options
         self.sources = tuple(sources)
         self.headers = tuple(headers)
         self.rows = tuple(rows)
         self.where = _Where(headers, rows)
+        self.largest: tuple[int, ...] = tuple(nlargest(2, chain.from_iterable(map(sub, h.ends, h.starts) for h in headers)))
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -122,11 +135,12 @@ class _Shards:
     allowed: dict[str, set[str]] | None
 
 
-def open_folder(folder: Folder, *, index: str | None = None) -> Checkpoint:
+def open_folder(folder: Folder, options: Options, *, index: str | None = None) -> Checkpoint:
     """Open a folder of shards.
 
     Args:
         folder: where the shards lie.
+        options: resolved tuning, for the loads to come.
         index: the index file to go by; found by its name where it is None.
 
     Raises:
@@ -136,15 +150,15 @@ def open_folder(folder: Folder, *, index: str | None = None) -> Checkpoint:
     present = folder.names()
     index = index or _find_index(folder, present)
     shards = _indexed_shards(folder, index, present) if index else _Shards(_unindexed_shards(folder, present), None)
-    return _open([lambda name=name: folder.open(name) for name in shards.names], folder.url, shards)  # type: ignore[misc]
+    return _open([lambda name=name: folder.open(name) for name in shards.names], folder.url, shards, options)  # type: ignore[misc]
 
 
-def open_files(openers: Sequence[Callable[[], ByteSource]], url: str) -> Checkpoint:
+def open_files(openers: Sequence[Callable[[], ByteSource]], url: str, options: Options) -> Checkpoint:
     """Open the files given, all of whose tensors count. Raises as `open_folder`."""
-    return _open(openers, url, _Shards([], None))
+    return _open(openers, url, _Shards([], None), options)
 
 
-def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards) -> Checkpoint:
+def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards, options: Options) -> Checkpoint:
     sources: list[ByteSource] = []
     try:
         sources.extend(opener() for opener in openers)
@@ -154,7 +168,7 @@ def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards
                 None if shards.allowed is None else _allowed_rows(header, name, shards.allowed[name])
                 for header, name in zip(headers, shards.names or [""] * len(headers), strict=True)
             ]
-            return Checkpoint(url, sources, headers, rows)
+            return Checkpoint(url, sources, headers, rows, options)
     except BaseException:
         for source in sources:
             source.close()

@@ -31,7 +31,7 @@ from headrace._progress import Progress, Snapshot
 from headrace._staging import PAGE, Lease, Pool, Region
 from headrace.devices.base import Destination, HostTarget
 from headrace.errors import HeadraceError, LoadError, StreamError
-from headrace.sources.base import AlignedSource, ByteSource
+from headrace.sources.base import ByteSource, aligned_source
 
 Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
@@ -113,6 +113,8 @@ class Engine:
             return
         switching_fast.acquire()
         self._started = True
+        if len(self.plan.reads) == 1:
+            return  # a thread would take longer to start than the read
         for i in range(min(self.plan.limits.concurrency, len(self.plan.reads))):
             thread = threading.Thread(target=self._reader, name=f"headrace-reader-{i}", daemon=True)
             thread.start()
@@ -184,6 +186,9 @@ class Engine:
                         raise StreamError("the stream is closed")
                     if self._can_take():
                         return self._take_ready()
+                    if not self._threads:
+                        self._reader()
+                        continue
                     if self._reader_waits and not self._in_flight:
                         self._pool.wake()
                     if not self._state.wait(tick) and self.job.on_progress:
@@ -415,10 +420,11 @@ class Engine:
 
     def _fill_in_place(self, read: Read, span: Span, source: ByteSource, memory: _Memory, slot: _Slot) -> None:
         view = memory.views[0]
-        if not isinstance(source, AlignedSource) or not source.prefers_direct(read.offset, read.nbytes):
+        aligned = aligned_source(source)
+        if aligned is None or not aligned.prefers_direct(read.offset, read.nbytes):
             source.read_into(read.offset, view[read.position : read.position + read.nbytes])
             return
-        block = source.block_nbytes
+        block = aligned.block_nbytes
         if span.offset is None or block > PAGE:
             data = self._read_to_slot(read, source, slot)
             move(view[read.position : read.position + read.nbytes], data)
@@ -429,17 +435,18 @@ class Engine:
             read.offset % block
         )  # the memory is congruent with the file: read whole blocks, the surplus falls into the lead and the tail
         nbytes = -(-(lead + read.nbytes) // block) * block
-        source.read_direct_into(read.offset - lead, view[read.position - lead : read.position - lead + nbytes])
+        aligned.read_direct_into(read.offset - lead, view[read.position - lead : read.position - lead + nbytes])
         self._count_direct(read.nbytes)
 
     def _read_to_slot(self, read: Read, source: ByteSource, slot: _Slot) -> memoryview:
-        aligned = read.copy is None or read.offset % DTYPES[read.copy.source].itemsize == 0
-        if aligned and isinstance(source, AlignedSource) and source.prefers_direct(read.offset, read.nbytes):
-            block = source.block_nbytes
+        fits = read.copy is None or read.offset % DTYPES[read.copy.source].itemsize == 0
+        aligned = aligned_source(source) if fits else None
+        if aligned is not None and aligned.prefers_direct(read.offset, read.nbytes):
+            block = aligned.block_nbytes
             lead = read.offset % block
             nbytes = -(-(lead + read.nbytes) // block) * block
             view = slot.view(nbytes)
-            source.read_direct_into(read.offset - lead, view)
+            aligned.read_direct_into(read.offset - lead, view)
             self._count_direct(read.nbytes)
             return view[lead : lead + read.nbytes]
         view = slot.view(read.nbytes)

@@ -42,7 +42,7 @@ class _Counted:
 
     def release(self) -> None:
         with self._lock:
-            self._holders -= 1
+            self._holders = max(0, self._holders - 1)  # a forked child may release what only its parent had acquired
             self._apply()
 
     @contextmanager

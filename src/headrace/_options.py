@@ -93,7 +93,7 @@ class Options:
         Raises:
             OptionError: a name that is no option, or a value that cannot be used; the message names the variable.
         """
-        wanted = [field.name for field in fields(cls)] if names is None else list(names)
+        wanted = list(_NAMES if names is None else names)
         for name in wanted:
             _require_known(name)
         found: dict[str, Any] = {}
@@ -114,13 +114,18 @@ class Options:
         """
         for name in overrides:
             _require_known(name)
+        if not overrides:
+            return self
         return replace(self, **{name: value for name, value in overrides.items() if value is not None})
+
+
+_NAMES = tuple(field.name for field in fields(Options))
 
 
 def resolve(options: Options | None, overrides: dict[str, Any]) -> Options:
     """Arguments over `options` over the environment. Fields that nobody set stay None."""
     given = (options if options is not None else Options()).merged(overrides)
-    unset = [field.name for field in fields(given) if getattr(given, field.name) is None]
+    unset = [name for name in _NAMES if getattr(given, name) is None]
     surroundings = Options.from_environment(unset)
     return replace(given, **{name: getattr(surroundings, name) for name in unset})
 
@@ -133,10 +138,9 @@ def parse_nbytes(text: str) -> int:
 
 
 def _require_known(name: str) -> None:
-    known = [field.name for field in fields(Options)]
-    if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(known)}"
+    if name not in _NAMES:
+        near = get_close_matches(name, _NAMES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(_NAMES)}"
         raise OptionError(f"there is no option {name!r}{hint}", option=name)
 
 
@@ -182,7 +186,7 @@ def _checked_integer(name: str, value: object) -> int:
     elif isinstance(value, str):
         try:
             number = parse_nbytes(value) if name == "memory_limit" else int(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # "1e400" is infinite
             number = None
     if number is None or number < least:
         raise OptionError(f"{name} is {meaning}, not {value!r}", option=name)

@@ -335,7 +335,7 @@ class _ShardPlanner:
         size = "small" if self.sizes[i] * widening < SMALL_NBYTES else "large"
         if target != self.dtypes[i]:
             return _Run("cast", self.dtypes[i], target, own, size, i if own else -1)
-        return _Run("straight", given=own, size=size)
+        return _Run("straight", given=own, size=size, serial=i if own and size == "large" else -1)
 
     def add_run(self, run: _Run, first: int, last: int) -> None:
         if run.kind == "slice":

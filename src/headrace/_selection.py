@@ -26,7 +26,7 @@ Row: TypeAlias = tuple[int, int]  # (shard, row of the shard's header)
 # FP8, MXFP4 (all "scale"), bitsandbytes (absmax, quant_map, SCB), ModelOpt (amax).
 QUANTIZATION_PATTERNS = ("*scale*", "*zero_point*", "*absmax*", "*quant_map*", "*amax*", "*.SCB")
 
-_PACKED = frozenset(name for name in DTYPES if name.startswith(("F8", "F4", "F6")))
+_PACKED = frozenset(name for name, dtype in DTYPES.items() if name[0] == "F" and dtype.bits <= 8)
 _INTEGERS = frozenset(name for name in DTYPES if name[0] in "IU")
 
 
@@ -112,7 +112,7 @@ def choose_casts(
         for row in range(len(header.names)) if rows is None else rows:
             target = decide(header, row)
             if target is not None and target != header.dtypes[row]:
-                found[row] = target
+                found[row] = _convertible(header.dtypes[row], target, header.names[row])
         casts.append(found)
     return casts, decide.left_alone
 
@@ -167,6 +167,15 @@ def _quantized_modules(headers: Sequence[Header]) -> frozenset[str]:
         ]
         found.update(name.rpartition(".")[0] for name in compress(header.names, packed))
     return frozenset(found)
+
+
+def _convertible(source: str, target: str, name: str) -> str:
+    dtype = DTYPES[source]
+    if dtype.torch is None or dtype.bits < 8:
+        raise OptionError(f"dtype for {name!r}: {source} is packed data that torch cannot convert", option="dtype")
+    if source == "C64" and target != "C64":
+        raise OptionError(f"dtype for {name!r}: converting C64 to {target} would drop the imaginary part", option="dtype")
+    return target
 
 
 def _target(dtype: object, name: str) -> str | None:

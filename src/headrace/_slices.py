@@ -90,6 +90,8 @@ def _cut_packed(
     shape: Sequence[int], selectors: list[int | slice], *, bits: int, slot_nbytes: int, pieces_from_nbytes: float
 ) -> tuple[list[Cut], tuple[int, ...]]:
     """Elements narrower than a byte: keep the last dimension whole and slice rows of bytes."""
+    if all(selector in (slice(None), slice(0, size), slice(0, size, 1)) for size, selector in zip(shape, selectors, strict=True)):
+        return [Cut(0, math.prod(shape) * bits // 8, 0)] if math.prod(shape) else [], tuple(shape)
     if not shape or shape[-1] * bits % 8 or selectors[-1] not in (slice(None), slice(0, shape[-1]), slice(0, shape[-1], 1)):
         raise ValueError(f"elements of {bits} bits can only be cut along dimensions before the last, in rows of whole bytes")
     rows = [*shape[:-1], shape[-1] * bits // 8]

@@ -101,15 +101,17 @@ class Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
     """Memory in use. Watches its owner, and returns itself to the pool when nothing holds the owner any more.
 
     Attributes:
-        region, start, nbytes: where it lies.
+        region, start, size: where it lies.
+        nbytes: what was asked for, in whole pages; the rest of `size` is never touched.
         fresh: whether its pages may never have been touched; `populate` is worth its while then.
         owner: what tensors are made of; the engine drops it (`hand_over`) when it has made them.
         kept: whether the caller was found to keep it, so that it no longer counts against the limit.
     """
 
-    __slots__ = ("fresh", "kept", "nbytes", "owner", "region", "start")
+    __slots__ = ("fresh", "kept", "nbytes", "owner", "region", "size", "start")
     region: Region
     start: int
+    size: int
     nbytes: int
     fresh: bool
     kept: bool
@@ -166,13 +168,13 @@ class Pool:
         """
         self._take_back()
         large = nbytes >= _LARGE
-        size = _size_class(nbytes)
-        if self.used_nbytes and self.used_nbytes + size > self.limit:
+        size, nbytes = _size_class(nbytes), round_up(nbytes, PAGE)
+        if self.used_nbytes and self.used_nbytes + nbytes > self.limit:
             return None
         region, stretch = self._find(size, large) or self._map(size, large)
-        lease = self._carve(region, stretch, size)
+        lease = self._carve(region, stretch, size, nbytes)
         self._leases.add(lease)
-        self.used_nbytes += size
+        self.used_nbytes += nbytes
         self._trim(max(self.limit, self.used_nbytes))
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes + self.kept_nbytes + self._touched_nbytes)
         return lease
@@ -234,8 +236,8 @@ class Pool:
             self.kept_nbytes -= item.nbytes
         else:
             self.used_nbytes -= item.nbytes
-        self._touched_nbytes += item.nbytes
-        item.region.insert(Stretch(item.start, item.start + item.nbytes, touched=True))
+        self._touched_nbytes += item.size
+        item.region.insert(Stretch(item.start, item.start + item.size, touched=True))
         self._trim(self.limit)
 
     def _find(self, size: int, large: bool) -> tuple[Region, Stretch] | None:
@@ -258,16 +260,16 @@ class Pool:
         self._regions.append(region)
         return region, region.free[0]
 
-    def _carve(self, region: Region, stretch: Stretch, size: int) -> Lease:
+    def _carve(self, region: Region, stretch: Stretch, size: int, nbytes: int) -> Lease:
         start, touched = stretch.start, stretch.touched
         stretch.start += size
         if not stretch.nbytes:
             region.free.remove(stretch)
         if touched:
             self._touched_nbytes -= size
-        owner = owner_of(region.view, start, size)
+        owner = owner_of(region.view, start, nbytes)
         lease = Lease(owner, self._returned.put)
-        lease.region, lease.start, lease.nbytes = region, start, size
+        lease.region, lease.start, lease.size, lease.nbytes = region, start, size, nbytes
         lease.owner, lease.kept, lease.fresh = owner, False, not touched
         return lease
 

@@ -6,7 +6,7 @@ translate their own exceptions into `headrace.errors` at this boundary, once. No
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 
 class ByteSource(Protocol):
@@ -74,6 +74,11 @@ class AlignedSource(ByteSource, Protocol):
             As `read_into`. A filesystem that refuses is no error: the bytes come by `read_into`'s way and
             `prefers_direct` answers False from then on.
         """
+
+
+def aligned_source(source: ByteSource) -> AlignedSource | None:
+    """The source as one that can be read past the page cache, or None. isinstance() would take 30 microseconds a read."""
+    return cast(AlignedSource, source) if hasattr(source, "read_direct_into") else None
 
 
 @runtime_checkable
