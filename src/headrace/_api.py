@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -225,15 +226,24 @@ class TensorStream(Iterator[tuple[str, Any]]):
     def _pairs(self) -> Iterator[tuple[str, Any]]:
         # A generator is quicker than __next__, and this one keeps the stream alive in `for ... in headrace.stream(...)`.
         yield from self._tensors
+        self._engine.check_finished()
 
     def __next__(self) -> tuple[str, Any]:
-        return next(self._tensors)
+        try:
+            return next(self._tensors)
+        except StopIteration:
+            self._engine.check_finished()
+            raise
 
     def close(self) -> None:
-        """Stop reading and give memory and files back. Tensors that were handed out stay. May be called twice."""
+        """Stop reading and give memory and files back. Tensors that were handed out stay.
+
+        May be called twice, and from any thread: a thread that waits for the next tensor then gets a `StreamError`.
+        """
         self._iterated = True
-        self._tensors.close()
         self._engine.stop()
+        with suppress(ValueError):  # it runs at this moment, on another thread or around this call, and will see that it is over
+            self._tensors.close()
 
     def __enter__(self) -> Self:
         self._engine.start()
@@ -313,12 +323,13 @@ class _Request:
             rename=_renaming(rename),
             on_progress=progress,
             on_stop=on_stop,
+            demands_direct=self.options.direct_io == "on",
         )
         return Engine(job, _new_progress(plan))
 
     def _destinations(self, into: Into, target: HostTarget) -> dict[str, Destination]:
         found: dict[str, Destination] = {}
-        taken: list[tuple[int, int, str]] = []
+        given: dict[str, torch.Tensor] = {}
         for header, rows in zip(self.checkpoint.headers, self.chosen, strict=True):
             for row in range(len(header.names)) if rows is None else rows:
                 info = info_at(header, row)
@@ -327,31 +338,16 @@ class _Request:
                     continue
                 shape = slice_shape(info.shape, self.slices[info.name]) if info.name in self.slices else info.shape
                 found[info.name] = target.destination(tensor, info.name, info.dtype, shape)
-                taken.append((*_extent(tensor), info.name))
-        _check_apart(taken)
+                given[info.name] = tensor
+        if (shared := target.shared_memory(given)) is not None:
+            one, other = shared
+            raise OptionError(
+                f"into: the tensors given for {one!r} and {other!r} share memory; load one of them and tie it afterwards",
+                option="into",
+            )
         if not callable(into) and (unknown := next((name for name in into if name not in self.checkpoint), None)) is not None:
             raise unknown_tensor(unknown, self.checkpoint)
         return found
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of a tensor's first byte and of the byte after its last."""
-    if not tensor.numel():
-        return 0, 0
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
-
-
-def _check_apart(taken: list[tuple[int, int, str]]) -> None:
-    reached, holder = 0, ""
-    for start, end, name in sorted(taken):
-        if start < reached:
-            raise OptionError(
-                f"into: the tensors given for {holder!r} and {name!r} share memory; load one of them and tie it afterwards",
-                option="into",
-            )
-        if end > reached:
-            reached, holder = end, name
 
 
 def _renaming(rename: Rename | None) -> Callable[[str], str] | None:

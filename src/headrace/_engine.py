@@ -11,6 +11,7 @@ The engine knows `ByteSource` and `HostTarget`, a plan and a pool. What is read,
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import threading
@@ -33,6 +34,8 @@ from headrace.devices.base import Destination, HostTarget
 from headrace.errors import HeadraceError, LoadError, StreamError
 from headrace.sources.base import ByteSource, aligned_source
 
+log = logging.getLogger("headrace")
+
 Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
@@ -54,6 +57,7 @@ class Job:
         destinations: {tensor name: memory the caller gave for it}.
         rename: the name a tensor is handed out under.
         on_progress: called on the caller's thread while it waits and between spans.
+        demands_direct: whether reading past the page cache was demanded, so that a refusal is worth a warning.
         on_stop: called once when the load is over, however it ended.
     """
 
@@ -66,6 +70,7 @@ class Job:
     rename: Callable[[str], str] | None = None
     on_progress: Callable[[Snapshot], None] | None = None
     on_stop: Callable[[], None] | None = None
+    demands_direct: bool = False
 
 
 class _Memory:
@@ -99,6 +104,8 @@ class Engine:
         self._ready: deque[int] = deque(i for i, left in enumerate(self._reads_left) if not left)
         self._copies: dict[int, list[Any]] = {}
         self._errors: list[BaseException] = []
+        self._left = len(self.plan.spans)
+        self._written: set[str] = set()  # given tensors that readers write to and that were not handed out yet
         self._turn = 0  # which span the caller waits for, in file order
         self._caller_waits = self._reader_waits = self._started = self._stopped = False
         self._threads: list[threading.Thread] = []
@@ -131,6 +138,8 @@ class Engine:
         try:
             self._join_readers()
         finally:
+            self._finish_destinations()
+            self._report_refusals()
             self.progress.finish()
             self.progress.peak_nbytes = self._pool.peak_nbytes
             self._memory.clear()
@@ -138,6 +147,25 @@ class Engine:
             self._pool.close()
             if self.job.on_stop is not None:
                 self.job.on_stop()
+
+    def check_finished(self) -> None:
+        """Raise StreamError if the load was stopped before its end: what came is not all there is."""
+        if self._left:
+            raise StreamError("the stream is closed")
+
+    def _finish_destinations(self) -> None:
+        """Also those that were written, perhaps in part, and never handed out."""
+        for name in self._written:
+            self.job.destinations[name].finish()
+        self._written.clear()
+
+    def _report_refusals(self) -> None:
+        """Say once per source that direct reads were demanded and could not be had."""
+        for source in self.job.sources if self.job.demands_direct else ():
+            aligned = aligned_source(source)
+            if aligned is not None and (reason := aligned.direct_refused) is not None:
+                self.progress.degraded.append(f"{source.url}: read through the page cache, though direct_io='on': {reason}")
+                log.warning("%s", self.progress.degraded[-1])
 
     def _join_readers(self) -> None:
         if not self._started or self.pid != os.getpid():
@@ -154,6 +182,7 @@ class Engine:
             self.start()
             for index in self._finished_spans():
                 yield from self._hand_out(index)
+                self._left -= 1
         finally:
             self.stop()
 
@@ -248,6 +277,7 @@ class Engine:
                 tensors = [None] * (end - begin) if span.given else self._wrap(begin, end, owner)
             if given:
                 names = self.plan.tensors.names[begin:end]
+                self._written.difference_update(names)
                 tensors = [given[name].finish() if name in given else tensor for name, tensor in zip(names, tensors, strict=True)]
             return tensors
 
@@ -319,6 +349,7 @@ class Engine:
         """Memory for a span, waiting for the caller if need be. False when the load was stopped meanwhile."""
         if span.given:
             names = self.plan.tensors.names[span.first : span.last]
+            self._written.update(names)
             self._memory[index] = _Memory(None, [_given(self.job.destinations[name]) for name in names])
             return True
         lease = self._pool.lease(span.nbytes)
@@ -372,10 +403,11 @@ class Engine:
     def _count(self, read: Read) -> None:
         progress = self.progress
         progress.read_nbytes += read.nbytes
-        if read.copy is not None:
+        span = self.plan.spans[read.span]
+        if read.copy is not None or (span.given and span.last - span.first > 1):
             progress.copied_nbytes += read.nbytes
-            if read.copy.source != read.copy.target:
-                progress.cast_nbytes += read.nbytes
+        if read.copy is not None and read.copy.source != read.copy.target:
+            progress.cast_nbytes += read.nbytes
 
     def _complete(self, index: int, span: Span) -> None:
         """What is left to do on the reader's thread when a span's bytes are in."""
@@ -401,6 +433,8 @@ class Engine:
             tensor, memory = self.job.target.allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
             move(memory, source[at : at + nbytes])
             made.append(tensor)
+        with self._state:
+            self.progress.copied_nbytes += sum(tensors.nbytes[span.first : span.last])
         return made
 
     # -- one read --------------------------------------------------------------------------------------------------------------

@@ -334,7 +334,9 @@ class _ShardPlanner:
         widening = DTYPES[target].itemsize / DTYPES[self.dtypes[i]].itemsize
         size = "small" if self.sizes[i] * widening < SMALL_NBYTES else "large"
         if target != self.dtypes[i]:
-            return _Run("cast", self.dtypes[i], target, own, size, i if own else -1)
+            # F16: torch's vector and scalar code differ in the payloads of NaNs, so that a neighbour would change a tensor's bits
+            alone = own or self.dtypes[i] == "F16"
+            return _Run("cast", self.dtypes[i], target, own, size, i if alone else -1)
         return _Run("straight", given=own, size=size, serial=i if own and size == "large" else -1)
 
     def add_run(self, run: _Run, first: int, last: int) -> None:
@@ -407,12 +409,13 @@ class _ShardPlanner:
     def _image_reads(
         self, start: int, end: int, position: int, copy: Copy | None = None, itemsizes: tuple[int, int] = (1, 1)
     ) -> Iterator[Read]:
-        """Chunks of a contiguous range; inner boundaries are page boundaries of the file where elements allow it."""
+        """Chunks of a contiguous range. Inner boundaries are page boundaries of the file, for direct reads into place; what is
+        copied is cut at multiples of the chunk's length instead, where torch's vector code goes on without a remainder."""
         wide, narrow = itemsizes
         at = start
         while at < end:
             stop = min(end, at + self.ability.chunk_nbytes)
-            if stop < end and (stop - stop % PAGE - start) % wide == 0:
+            if stop < end and copy is None:
                 stop -= stop % PAGE
             yield Read(self.shard, at, stop - at, len(self.draft.spans), position + (at - start) // wide * narrow, copy=copy)
             at = stop

@@ -6,7 +6,7 @@ memory and knows nothing of torch or numpy. Devices with memory of their own add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace._addresses import Owner
@@ -56,6 +56,9 @@ class HostTarget(Protocol):
         Raises:
             OptionError: it cannot; the message names the tensor and the reason.
         """
+
+    def shared_memory(self, tensors: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Names of two of these tensors that have an element in common; None where no two have."""
 
 
 class Destination(Protocol):

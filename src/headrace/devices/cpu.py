@@ -8,7 +8,7 @@ update makes another tensor's backward fail), and pickling a scale would write t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,19 @@ class CpuTarget:
 
     def destination(self, tensor: Any, name: str, dtype: str, shape: Sequence[int]) -> Destination:
         return TorchDestination(tensor, name, dtype, shape)
+
+    def shared_memory(self, tensors: Mapping[str, Any]) -> tuple[str, str] | None:
+        stretches = sorted((*_reach(tensor), name) for name, tensor in tensors.items() if tensor.numel())
+        near: list[str] = []  # tensors whose stretches of memory overlap; their elements may still lie in turns
+        reached = 0
+        for start, end, name in stretches:
+            if start >= reached:
+                near = []
+            near.append(name)
+            reached = max(reached, end)
+            if len(near) > 1 and (other := _common(tensors, near)) is not None:
+                return other, name
+        return None
 
 
 class TorchDestination:
@@ -147,6 +160,40 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
             return True
         covered = stride * size
     return False
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the byte after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _common(tensors: Mapping[str, torch.Tensor], names: list[str]) -> str | None:
+    """Which of the other tensors has an element in common with the last one."""
+    last, last_nbytes = _runs(tensors[names[-1]])
+    for name in names[:-1]:
+        starts, nbytes = _runs(tensors[name])
+        both = np.concatenate([starts, last])
+        ends = both + np.repeat([nbytes, last_nbytes], [len(starts), len(last)])
+        order = np.argsort(both)
+        if (both[order][1:] < ends[order][:-1]).any():
+            return name
+    return None
+
+
+def _runs(tensor: torch.Tensor) -> tuple[Any, int]:
+    """(addresses, bytes of each) of the contiguous runs that a tensor consists of."""
+    run, outer = 1, []
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda axis: axis[1]):
+        if size > 1 and stride == run:
+            run *= size
+        elif size > 1:
+            outer.append((size, stride))
+    addresses = np.array([tensor.data_ptr()], dtype=np.int64)
+    for size, stride in outer:
+        steps = np.arange(size, dtype=np.int64) * (stride * tensor.element_size())
+        addresses = np.add.outer(addresses, steps).reshape(-1)
+    return addresses, run * tensor.element_size()
 
 
 def _refusal(name: str, reason: str) -> OptionError:

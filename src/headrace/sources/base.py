@@ -54,10 +54,13 @@ class AlignedSource(ByteSource, Protocol):
 
     Attributes:
         block_nbytes: offsets, addresses and lengths of direct reads are multiples of this.
+        direct_refused: why direct reads do not work here; None while they do, or have not been tried.
     """
 
     @property
     def block_nbytes(self) -> int: ...
+    @property
+    def direct_refused(self) -> str | None: ...
 
     def prefers_direct(self, offset: int, nbytes: int) -> bool:
         """Whether this range is better read directly: direct reads work here and the range is not in the page cache."""
