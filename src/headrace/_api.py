@@ -6,6 +6,7 @@ be made and not before: `open` and `plan` work without it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,9 +27,10 @@ from headrace._plan import CHUNK_NBYTES, MIB, Limits, Plan, SourceAbilities, mak
 from headrace._progress import Progress, Snapshot
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
 from headrace._slices import Index, slice_shape
-from headrace.errors import OptionError, StreamError
+from headrace.errors import OptionError, SourceError, StreamError
 from headrace.sources.base import ByteSource, Folder, aligned_source
 from headrace.sources.file import FileFolder, FileSource
+from headrace.sources.mapped import MappedSource
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,8 @@ Into: TypeAlias = "Mapping[str, torch.Tensor] | Callable[[TensorInfo], torch.Ten
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
+
+log = logging.getLogger("headrace")
 
 _MOST_AHEAD = 512 * MIB
 _LEAST_AHEAD = 64 * MIB
@@ -269,13 +273,15 @@ class _Request:
             checkpoint[name]  # raises for a name that does not exist
         with gc_paused.held():
             self.chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
+        self.unmapped: list[str] = []
+        self.mappings = self._map_files() if options.mmap in ("auto", "require") else {}
 
     def plan(self, *, given: Mapping[str, str] | None = None) -> Plan:
         """The plan. `given`: dtypes of the destinations, for the tensors whose memory the caller provides."""
         headers, where = self.checkpoint.headers, self.checkpoint.where
         abilities = [
-            _abilities(source) if rows is None or rows else _UNUSED
-            for source, rows in zip(self.checkpoint.sources, self.chosen, strict=True)
+            _abilities(source, mapped=shard in self.mappings) if rows is None or rows else _UNUSED
+            for shard, (source, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True))
         ]
         with gc_paused.held():
             casts, left_alone = choose_casts(self.rule, headers, self.chosen, where)
@@ -295,6 +301,22 @@ class _Request:
                 left_alone=left_alone,
             )
 
+    def _map_files(self) -> dict[int, memoryview]:
+        """{shard: mapping} of what can be mapped; the rest is read, and `unmapped` says why."""
+        mappings: dict[int, memoryview] = {}
+        for shard, (source, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True)):
+            if rows is not None and not rows:
+                continue
+            try:
+                if not isinstance(source, MappedSource):
+                    raise SourceError(f"cannot map {source.url}: open it with mmap={self.options.mmap!r}", url=source.url)
+                mappings[shard] = source.map()
+            except SourceError as exc:
+                if self.options.mmap == "require":
+                    raise
+                self.unmapped.append(str(exc))
+        return mappings
+
     def engine(
         self,
         *,
@@ -309,6 +331,10 @@ class _Request:
         from headrace._engine import Engine, Job
         from headrace.devices.cpu import CpuTarget
 
+        if ownership != "leased" and self.mappings:
+            raise OptionError(
+                f"mmap hands out views of the file, which cannot be {ownership}; leave one of the two out", option="mmap"
+            )
         target = CpuTarget()
         destinations = self._destinations(into, target) if into is not None else {}
         given = {name: destination.dtype for name, destination in destinations.items() if destination.memory is not None}
@@ -323,9 +349,10 @@ class _Request:
             rename=_renaming(rename),
             on_progress=progress,
             on_stop=on_stop,
+            mappings=self.mappings,
             demands_direct=self.options.direct_io == "on",
         )
-        return Engine(job, _new_progress(plan))
+        return Engine(job, _new_progress(plan, self.unmapped))
 
     def _destinations(self, into: Into, target: HostTarget) -> dict[str, Destination]:
         found: dict[str, Destination] = {}
@@ -356,8 +383,11 @@ def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
     return lambda name: rename.get(name, name)
 
 
-def _new_progress(plan: Plan) -> Progress:
+def _new_progress(plan: Plan, degraded: list[str]) -> Progress:
+    for fallback in degraded:
+        log.warning("%s; it is read instead", fallback)
     return Progress(
+        degraded=list(degraded),
         total_nbytes=plan.read_nbytes,
         surplus_nbytes=plan.surplus_nbytes,
         total_tensors=len(plan.tensors),
@@ -374,7 +404,9 @@ def _new_progress(plan: Plan) -> Progress:
 _UNUSED = SourceAbilities("memory")  # nothing is read from the shard
 
 
-def _abilities(source: ByteSource) -> SourceAbilities:
+def _abilities(source: ByteSource, *, mapped: bool) -> SourceAbilities:
+    if mapped:
+        return SourceAbilities("file", cached=True, mapped=True)
     if isinstance(source, FileSource):
         return SourceAbilities("file", cached=not source.prefers_direct(0, min(source.nbytes, CHUNK_NBYTES)))
     if aligned_source(source) is not None:
@@ -445,24 +477,34 @@ def _open(url: Location, options: Options) -> Checkpoint:
 
 
 def _open_path(path: Path, options: Options) -> Checkpoint:
-    direct_io = options.direct_io or "auto"
     if path.is_dir():
-        return open_folder(FileFolder(path, direct_io=direct_io), options)
+        return open_folder(_folder(path, options), options)
     if path.name.endswith(INDEX_SUFFIX):
-        return open_folder(FileFolder(path.parent, direct_io=direct_io), options, index=path.name)
-    return open_files([lambda: FileSource(path, direct_io=direct_io)], str(path), options)
+        return open_folder(_folder(path.parent, options), options, index=path.name)
+    return open_files([lambda: _file(path, options)], str(path), options)
+
+
+def _kind(options: Options) -> type[FileSource]:
+    return MappedSource if options.mmap in ("auto", "require") else FileSource
+
+
+def _file(path: Path, options: Options) -> FileSource:
+    return _kind(options)(path, direct_io=options.direct_io or "auto")
+
+
+def _folder(path: Path, options: Options) -> FileFolder:
+    return FileFolder(path, direct_io=options.direct_io or "auto", kind=_kind(options))
 
 
 def _open_list(urls: Sequence[Any], options: Options) -> Checkpoint:
     if not urls:
         raise OptionError("url is an empty list: there is nothing to load", option="url")
-    direct_io = options.direct_io or "auto"
 
     def opener(url: Any) -> Callable[[], ByteSource]:
         if hasattr(url, "read_into"):
             return lambda: url
         path = _local_path(url)
-        return lambda: FileSource(path, direct_io=direct_io)
+        return lambda: _file(path, options)
 
     named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
     return open_files([opener(url) for url in urls], named, options)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from headrace._addresses import Owner, bytes_of, move, owner_at
+from headrace._addresses import Owner, bytes_of, move, owner_at, owner_of
 from headrace._cast import copy_out
 from headrace._dtypes import DTYPES
 from headrace._interpreter import gc_paused, switching_fast
@@ -57,6 +57,7 @@ class Job:
         destinations: {tensor name: memory the caller gave for it}.
         rename: the name a tensor is handed out under.
         on_progress: called on the caller's thread while it waits and between spans.
+        mappings: {shard: the mapped file}, for spans that are mapped.
         demands_direct: whether reading past the page cache was demanded, so that a refusal is worth a warning.
         on_stop: called once when the load is over, however it ended.
     """
@@ -70,6 +71,7 @@ class Job:
     rename: Callable[[str], str] | None = None
     on_progress: Callable[[Snapshot], None] | None = None
     on_stop: Callable[[], None] | None = None
+    mappings: Mapping[int, memoryview] = field(default_factory=dict)
     demands_direct: bool = False
 
 
@@ -267,6 +269,9 @@ class Engine:
         with self._state:
             memory, copies = self._memory.pop(index, None), self._copies.pop(index, None)
         owner = memory.lease.hand_over() if memory is not None and memory.lease is not None else None
+        if span.mapped:
+            mapping = self.job.mappings[span.shard]
+            owner = owner_of(mapping, 0, mapping.nbytes)
         given = self.job.destinations
 
         def made(begin: int, end: int) -> list[Any]:

@@ -127,6 +127,7 @@ class Span:
         offset: where the memory is an image of the file, the file offset of its byte `lead`; None where it is not.
         lead: unused bytes in front, so that addresses and offsets are congruent modulo a page (direct I/O).
         given: the memory is the caller's, one tensor at a time, and not the engine's.
+        mapped: the memory is the mapped file itself; nothing is read.
     """
 
     shard: int
@@ -138,6 +139,7 @@ class Span:
     offset: int | None
     lead: int = 0
     given: bool = False
+    mapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ class Plan:
         limits: concurrency and memory limit, resolved.
         wanted_nbytes: bytes of the files that the selected tensors and slices need.
         read_nbytes: bytes that will be read.
+        mapped_nbytes: bytes of tensors that are views of a mapped file.
         left_alone: (tensor, reason) for tensors that a blanket dtype does not touch.
     """
 
@@ -184,12 +187,13 @@ class Plan:
     limits: Limits
     wanted_nbytes: int
     read_nbytes: int
+    mapped_nbytes: int = 0
     left_alone: tuple[tuple[str, str], ...] = ()
 
     @property
     def surplus_nbytes(self) -> int:
         """Bytes read though no tensor needs them, because that is cheaper than leaving them out."""
-        return self.read_nbytes - self.wanted_nbytes
+        return self.read_nbytes + self.mapped_nbytes - self.wanted_nbytes
 
     @property
     def memory_nbytes(self) -> int:
@@ -234,7 +238,17 @@ def make_plan(
         for header, rows, ability in zip(headers, chosen, abilities, strict=True)
     )
     read_nbytes = sum(read.nbytes for read in draft.reads)
-    return Plan(draft.tensors, draft.spans, draft.reads, routes, limits, draft.wanted_nbytes, read_nbytes, tuple(left_alone))
+    return Plan(
+        draft.tensors,
+        draft.spans,
+        draft.reads,
+        routes,
+        limits,
+        wanted_nbytes=draft.wanted_nbytes,
+        read_nbytes=read_nbytes,
+        mapped_nbytes=draft.mapped_nbytes,
+        left_alone=tuple(left_alone),
+    )
 
 
 def choose_route(ability: SourceAbilities, count: int) -> tuple[str, str]:
@@ -242,7 +256,7 @@ def choose_route(ability: SourceAbilities, count: int) -> tuple[str, str]:
     if not count:
         return "none", "no tensor of this shard is wanted"
     if ability.mapped:
-        return "mapped", "mmap was asked for: tensors are views of the file and change with it"
+        return "mapped", "mmap was asked for: tensors are views of the file, and change when it does"
     if ability.kind == "memory":
         return "straight", "copied out of memory into the tensors' own"
     if ability.kind == "network":
@@ -269,7 +283,7 @@ class _Draft:
     def __init__(self, limits: Limits, slices: Mapping[str, Index], given: frozenset[str] | None) -> None:
         self.limits, self.slices, self.given = limits, slices, given
         self.tensors, self.spans, self.reads = Tensors(), list[Span](), list[Read]()
-        self.wanted_nbytes = 0
+        self.wanted_nbytes = self.mapped_nbytes = 0
 
     def add_shard(
         self, shard: int, header: Header, rows: Sequence[int] | None, ability: SourceAbilities, casts: Mapping[int, str]
@@ -343,6 +357,9 @@ class _ShardPlanner:
         if run.kind == "slice":
             self._add_slice(run, first)
             return
+        if self.ability.mapped and run.kind == "straight" and not run.given and self._is_aligned(first, last):
+            self._add_mapped(first, last)
+            return
         gap, most = self.ability.gap_nbytes, self.draft.limits.span_nbytes
         if run.kind == "cast":  # what is converted leaves no gap, and what widens needs its room in memory
             wide, narrow = DTYPES[run.source].itemsize, DTYPES[run.target].itemsize
@@ -405,6 +422,12 @@ class _ShardPlanner:
             lead=lead,
             given=given,
         )
+
+    def _add_mapped(self, first: int, last: int) -> None:
+        """Views of the file where it lies. The span's memory is the whole mapping."""
+        self._record(first, last, self.sizes[first:last], self.starts[first:last])
+        self.draft.mapped_nbytes += sum(self.sizes[first:last])
+        self._close_span(first, last, [], nbytes=0, offset=None, given=False, mapped=True)
 
     def _image_reads(
         self, start: int, end: int, position: int, copy: Copy | None = None, itemsizes: tuple[int, int] = (1, 1)
@@ -522,12 +545,13 @@ class _ShardPlanner:
         offset: int | None,
         lead: int = 0,
         given: bool,
+        mapped: bool = False,
     ) -> None:
         draft = self.draft
         first_read, count = len(draft.reads), len(draft.tensors)
         draft.reads += reads
         draft.spans.append(
-            Span(self.shard, count - (last - first), count, first_read, len(draft.reads), nbytes, offset, lead, given)
+            Span(self.shard, count - (last - first), count, first_read, len(draft.reads), nbytes, offset, lead, given, mapped)
         )
 
 
@@ -564,6 +588,8 @@ def _explain(plan: Plan) -> Iterator[str]:
     requests = f"{len(plan.reads):,} requests for {format_nbytes(plan.read_nbytes)}"
     yield f"reads    {requests}{extra}; {plan.limits.concurrency} at a time"
     spans, bound = f"{len(plan.spans):,} spans", format_nbytes(_bound(plan))
+    if plan.mapped_nbytes:
+        yield f"mapped   {format_nbytes(plan.mapped_nbytes)} of tensors are views of their files; nothing of them is read ahead"
     yield f"memory   {format_nbytes(plan.memory_nbytes)} of tensors in {spans}; at most {bound} ahead of the caller"
     casts = sum(source != target for source, target in zip(plan.tensors.sources, plan.tensors.dtypes, strict=True))
     if casts:

@@ -89,7 +89,7 @@ class MappableSource(ByteSource, Protocol):
     """A source whose bytes can be mapped into memory where they lie."""
 
     def map(self) -> memoryview:
-        """The whole source as read-only memory. Valid while the returned view, or a slice of it, lives."""
+        """The whole source as memory, copy on write: writes never reach it. Valid while the view, or a slice of it, lives."""
 
 
 class Folder(Protocol):

@@ -346,12 +346,14 @@ class FileFolder:
 
     Args:
         path: the directory; that it exists is found out by `names` and `open`.
-        direct_io: handed to every `FileSource` opened here.
+        direct_io: handed to every source opened here.
+        kind: what files are opened as.
     """
 
-    def __init__(self, path: Path, *, direct_io: DirectIO = "auto") -> None:
+    def __init__(self, path: Path, *, direct_io: DirectIO = "auto", kind: type[FileSource] = FileSource) -> None:
         self.url = os.fsdecode(path)
         self._direct_io: DirectIO = direct_io
+        self._kind = kind
 
     def names(self) -> list[str]:
         """Names of the files directly inside, sorted; links to files count, dangling links and folders do not."""
@@ -366,7 +368,7 @@ class FileFolder:
         path = os.path.join(self.url, name)
         if not name or os.path.isabs(name) or os.pardir in name.split("/"):
             raise SourceNotFoundError(f"{name!r} is not the name of a file inside {self.url}", url=path)
-        return FileSource(path, direct_io=self._direct_io)
+        return self._kind(path, direct_io=self._direct_io)
 
 
 class _Descriptor:

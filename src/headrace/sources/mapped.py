@@ -14,14 +14,17 @@ import mmap
 from headrace.errors import SourceError
 from headrace.sources.file import FileSource, is_local_filesystem, translate
 
+_MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on. A checkpoint that is only read needs no swap set aside
+
 
 class MappedSource(FileSource):
     """A `FileSource` that can also be mapped. Takes and raises what `FileSource` does."""
 
     def map(self) -> memoryview:
-        """Map the whole file as read-only memory, which lives as long as the view or a slice of it, past `close` too.
+        """Map the whole file, copy on write. The mapping lives as long as the view or a slice of it, past `close` too.
 
-        The bytes are the file's own: they change when it is written to, and reading beyond a new, earlier end is SIGBUS.
+        The bytes are the file's own: they change when it is written to, and reading beyond a new, earlier end is SIGBUS. What
+        is written to the view stays in this process and never reaches the file.
 
         Raises:
             SourceChangedError: the file no longer is the one that was opened.
@@ -37,9 +40,10 @@ class MappedSource(FileSource):
                 url=self.url, status=errno.ENODEV,
             )  # fmt: skip
         if self.nbytes == 0:
-            return memoryview(b"")  # an empty mapping is EINVAL
+            return memoryview(bytearray())  # an empty mapping is EINVAL
         try:
-            return memoryview(mmap.mmap(descriptor.fd, self.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+            flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            return memoryview(mmap.mmap(descriptor.fd, self.nbytes, flags=flags, prot=prot))
         except (OSError, ValueError) as exc:  # ValueError: the file has shrunk since it was checked
             raise translate(exc, "map", self.url) from exc
         finally:

@@ -180,6 +180,11 @@ class FaultyAlignedSource(FaultySource):
         """That of the source behind it."""
         return self._aligned.block_nbytes
 
+    @property
+    def direct_refused(self) -> str | None:
+        """That of the source behind it."""
+        return self._aligned.direct_refused
+
     def prefers_direct(self, offset: int, nbytes: int) -> bool:
         """What the source behind it prefers."""
         return self._aligned.prefers_direct(offset, nbytes)
