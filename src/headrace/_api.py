@@ -431,7 +431,7 @@ def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int
     """
     cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
     least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
-    wanted = max(least, sum(largest))
+    wanted = max(least, sum(largest) + MIB)  # and what lies between them
     return wanted if wanted <= least else min(wanted, max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8)))
 
 

@@ -176,11 +176,13 @@ def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards
 
 
 def _read_headers(sources: Sequence[ByteSource]) -> list[Header]:
-    """All headers in one round; over a network that is one round trip and not one per shard."""
+    """All headers in one round: over a network one round trip, and not one per shard. Parsing gains nothing by threads."""
     if len(sources) < 2:
-        return [read_header(source) for source in sources]
-    with ThreadPoolExecutor(max_workers=min(32, len(sources)), thread_name_prefix="headrace-header") as pool:
-        return list(pool.map(read_header, sources))
+        texts = [_read_header_text(source) for source in sources]
+    else:
+        with ThreadPoolExecutor(max_workers=min(32, len(sources)), thread_name_prefix="headrace-header") as pool:
+            texts = list(pool.map(_read_header_text, sources))
+    return [parse_header(text, url=source.url, nbytes=source.nbytes) for source, text in zip(sources, texts, strict=True)]
 
 
 def read_header(source: ByteSource) -> Header:
@@ -189,6 +191,10 @@ def read_header(source: ByteSource) -> Header:
     Raises:
         FormatError: the file is no safetensors file, or breaks a rule of the format.
     """
+    return parse_header(_read_header_text(source), url=source.url, nbytes=source.nbytes)
+
+
+def _read_header_text(source: ByteSource) -> bytes:
     first = bytearray(min(_FIRST_NBYTES, source.nbytes))
     source.read_into(0, memoryview(first))
     length = header_nbytes(bytes(first), url=source.url, nbytes=source.nbytes)
@@ -197,7 +203,7 @@ def read_header(source: ByteSource) -> Header:
         source.read_into(len(first), memoryview(rest))
         first += rest
     source.check_unchanged()
-    return parse_header(bytes(memoryview(first)[8 : 8 + length]), url=source.url, nbytes=source.nbytes)
+    return bytes(memoryview(first)[8 : 8 + length])
 
 
 class _Where(Mapping[str, tuple[int, int]]):

@@ -40,7 +40,7 @@ Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
 _JOIN_S = 1.0  # readers that do not come back from a stalled source by then are left behind; they hold nothing that is reused
-_BATCH = 32  # tensors made at a time
+_BATCH = 128  # tensors made at a time
 _TICK_S = 0.1  # how often a waiting caller reports progress
 
 
@@ -131,6 +131,8 @@ class Engine:
 
     def stop(self) -> None:
         """Stop reading, wait for the readers and forget all memory that no tensor lives in. May be called twice."""
+        if self.pid != os.getpid():
+            self._state = threading.Condition()  # a reader of the parent's may have held it at the fork
         with self._state:
             if self._stopped:
                 return
@@ -335,6 +337,8 @@ class Engine:
             with self._state:
                 self._errors.append(exc)
                 self._state.notify_all()
+        finally:
+            slot.close()  # the traceback of an error outlives this call, and this frame with it
 
     def _next_ticket(self) -> Read | None:
         with self._order:
@@ -532,6 +536,9 @@ class _Slot:
             self._region = Region(nbytes)
             self._region.populate(0, nbytes)
         return self._region.view[:nbytes]
+
+    def close(self) -> None:
+        self._region = None
 
 
 def _let_go_of_memory(error: BaseException) -> None:

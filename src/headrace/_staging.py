@@ -152,6 +152,7 @@ class Pool:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self._most = limit + limit // 8  # leases are carved up to an eighth larger than what is touched of them
         self.used_nbytes = 0
         self.kept_nbytes = 0
         self.peak_nbytes = 0
@@ -175,7 +176,7 @@ class Pool:
         lease = self._carve(region, stretch, size, nbytes)
         self._leases.add(lease)
         self.used_nbytes += nbytes
-        self._trim(max(self.limit, self.used_nbytes))
+        self._trim(max(self._most, self.used_nbytes))
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes + self.kept_nbytes + self._touched_nbytes)
         return lease
 
@@ -238,7 +239,7 @@ class Pool:
             self.used_nbytes -= item.nbytes
         self._touched_nbytes += item.size
         item.region.insert(Stretch(item.start, item.start + item.size, touched=True))
-        self._trim(self.limit)
+        self._trim(self._most)
 
     def _find(self, size: int, large: bool) -> tuple[Region, Stretch] | None:
         """The smallest free stretch that fits, memory that was touched before any that was not."""

@@ -40,16 +40,18 @@ class CpuTarget:
         positions: Sequence[int],
         sizes: Sequence[int],
     ) -> list[Any]:
+        if torch.is_inference_mode_enabled():  # a tensor made in inference mode could never be trained or written to
+            with torch.inference_mode(False):
+                return self.wrap(owner, dtypes, shapes, positions, sizes)
         kinds, ndarray, from_numpy = _KINDS, np.ndarray, torch.from_numpy
         made = []
-        with torch.inference_mode(False):  # a tensor made in inference mode could never be trained or written to
-            for dtype, shape, position, nbytes in zip(dtypes, shapes, positions, sizes, strict=True):
-                array_kind, kind = kinds[dtype]
-                if array_kind is None or not nbytes or len(shape) > _NUMPY_NDIM:
-                    made.append(_unusual(owner, dtype, shape, position, nbytes))
-                    continue
-                tensor = from_numpy(ndarray(shape, array_kind, owner, position))  # type: ignore[arg-type]  # any buffer will do
-                made.append(tensor if kind is None else tensor.view(kind))
+        for dtype, shape, position, nbytes in zip(dtypes, shapes, positions, sizes, strict=True):
+            array_kind, kind = kinds[dtype]
+            if array_kind is None or not nbytes or len(shape) > _NUMPY_NDIM:
+                made.append(_unusual(owner, dtype, shape, position, nbytes))
+                continue
+            tensor = from_numpy(ndarray(shape, array_kind, owner, position))  # type: ignore[arg-type]  # any buffer will do
+            made.append(tensor if kind is None else tensor.view(kind))
         return made
 
     def allocate(self, dtype: str, shape: Sequence[int], nbytes: int) -> tuple[Any, memoryview]:
