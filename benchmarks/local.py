@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from harness import checkpoints, report
 from harness.local_cases import CASES, ON_REQUEST, QUICK
@@ -31,20 +33,22 @@ def main() -> int:
     checkpoints.ensure(arguments.data, names)
     files = {name: checkpoints.files_of(arguments.data / name) for name in names}
     peers = _peers(arguments)
-    runner = Runner(files, arguments.rounds, peers, _say, arguments.retakes)
     run = report.Run(command=shlex.join(["scripts/bench", "local", *sys.argv[1:]]), files=files, peers=peers)
-    for case in cases:
-        run.add(case, runner.run(case))
-        run.save(arguments.out)
-        run.print_case(case)
+    with TemporaryDirectory() as source:
+        shutil.copytree(_ROOT / "src", source, dirs_exist_ok=True)
+        runner = Runner(files, arguments.rounds, Path(source), peers, _say, arguments.retakes)
+        for case in cases:
+            run.add(case, runner.run(case))
+            run.save(arguments.out)
+            run.print_case(case)
     run.finish(arguments.out)
     return 0
 
 
 def _wanted(name: str, arguments: argparse.Namespace) -> bool:
     if name in ON_REQUEST:
-        return bool(arguments.cases == name)
-    return fnmatch(name, arguments.cases) and (not arguments.quick or name in QUICK)
+        return name in arguments.cases.split(",")
+    return any(fnmatch(name, glob) for glob in arguments.cases.split(",")) and (not arguments.quick or name in QUICK)
 
 
 def _peers(arguments: argparse.Namespace) -> Path | str:
@@ -58,7 +62,7 @@ def _peers(arguments: argparse.Namespace) -> Path | str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench local", description=__doc__)
     parser.add_argument("--rounds", type=int, help="measurements of each way (5; with --quick 2)")
-    parser.add_argument("--cases", default="*", metavar="GLOB", help="which cases, e.g. 'warm_*'")
+    parser.add_argument("--cases", default="*", metavar="GLOB", help="which cases, e.g. 'warm_*' or 'cold_*,rss_*'")
     parser.add_argument(
         "--data", type=Path, default=_CACHE / "bench", metavar="DIR", help="where the checkpoints are, or will be"
     )

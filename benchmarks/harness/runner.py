@@ -62,6 +62,7 @@ class Runner:
     Attributes:
         files: {checkpoint: its shards}.
         rounds: measurements of each way.
+        source: headrace as it was when the run began: one run measures one state of it, whatever is edited meanwhile.
         retakes: how often a measurement that others disturbed is taken again.
         picks: {(pick, checkpoint, cold): the quickest of its ways}, found in the first case that has them.
         peers: the interpreter of the peers, or why there is none.
@@ -70,6 +71,7 @@ class Runner:
 
     files: Mapping[str, Sequence[str]]
     rounds: int
+    source: Path
     peers: Path | str
     say: Say
     retakes: int = 1
@@ -80,7 +82,10 @@ class Runner:
         if not case.cold:
             pagecache.evict(self.files[case.checkpoint])  # filled by us, and not by whoever came before
         idle = {key: value for key, value in case.ways[0].settings.items() if key != "spin_share"}
-        rehearsal = self._measure(case, replace(case.ways[0], settings=idle, kind="stream"), {})
+        try:
+            rehearsal = self._measure(case, replace(case.ways[0], settings=idle, kind="stream"), {})
+        except FailedError as exc:
+            return [Measured(case.ways[0], skipped=str(exc))]
         known = {"threads": rehearsal["threads"], "idle_s": rehearsal["seconds"]}
         measured = [*self._plain(case), *self._picked(case, known)]
         for turn in range(self.rounds):
@@ -158,7 +163,8 @@ class Runner:
             "memory_nbytes": total if all_of_it else min(total, _STREAM_NBYTES),
             "settings": settings,
         }
-        sample = run_child(job, way.environment, sys.executable if way.here else str(self.peers))
+        environment = {**way.environment, "PYTHONPATH": str(self.source)}
+        sample = run_child(job, environment, sys.executable if way.here else str(self.peers))
         if spin_s:
             sample |= {"spin_s": spin_s, "ideal_s": max(spin_s, known["idle_s"])}
         return sample
@@ -176,8 +182,8 @@ def _wait_for_quiet() -> None:
 
 def run_child(job: Mapping[str, Any], environment: Mapping[str, str], interpreter: str) -> Sample:
     """Measure in a process of its own. Raises `FailedError` with the last line it said."""
-    prefix = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
-    command = [*prefix, interpreter, "-m", "harness.child", json.dumps(job)]
+    variables = [f"{key}={value}" for key, value in environment.items()]
+    command = ["env", *variables, interpreter, "-m", "harness.child", json.dumps(job)]
     try:
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
