@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import random_contents, write, wrong
 
 import headrace
-from checkpoints import random_contents, wrong, write
 from headrace.errors import OptionError, SourceError
 from headrace.sources import mapped
 from headrace.sources.memory import MemorySource
@@ -77,7 +77,7 @@ def test_given_tensors_are_filled_and_not_replaced(path: Path) -> None:
 def test_what_cannot_be_mapped_is_read_and_reported_once(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mapped, "is_local_filesystem", lambda name: False)
+    monkeypatch.setattr(mapped, "is_local_filesystem", lambda _: False)
     with headrace.stream(path, mmap="auto") as tensors:
         got = dict(tensors)
         stats = tensors.stats
@@ -87,7 +87,7 @@ def test_what_cannot_be_mapped_is_read_and_reported_once(
 
 
 def test_what_cannot_be_mapped_is_an_error_where_it_is_required(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "is_local_filesystem", lambda name: False)
+    monkeypatch.setattr(mapped, "is_local_filesystem", lambda _: False)
     with pytest.raises(SourceError):
         headrace.load(path, mmap="require")
 

@@ -29,11 +29,9 @@ from headrace._plan import (
     Read,
     SourceAbilities,
     Span,
-    choose_route,
     format_nbytes,
-    make_plan,
-    pieces_from,
 )
+from headrace._planner import choose_route, make_plan, pieces_from
 from headrace.errors import OptionError
 
 Bytes = npt.NDArray[np.uint8]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import threading
 import time
@@ -24,12 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from headrace._addresses import Owner, bytes_of, move, owner_at, owner_of
-from headrace._cast import copy_out
-from headrace._dtypes import DTYPES
+from headrace._filling import Filler, Hops, SpanMemory
 from headrace._interpreter import gc_paused, switching_fast
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
-from headrace._staging import PAGE, Lease, Pool, Region
+from headrace._staging import Lease, Pool
 from headrace.devices.base import Destination, HostTarget
 from headrace.errors import HeadraceError, LoadError, StreamError
 from headrace.sources.base import ByteSource, aligned_source
@@ -75,16 +73,6 @@ class Job:
     demands_direct: bool = False
 
 
-class _Memory:
-    """Where a span's bytes land: a lease of the pool's, or what the caller gave."""
-
-    __slots__ = ("lease", "views")
-
-    def __init__(self, lease: Lease | None, views: list[memoryview]) -> None:
-        self.lease = lease
-        self.views = views  # the one stretch of the span, or one per tensor where small tensors have memory of their own
-
-
 class Engine:
     """One load. `run()` yields the tensors; leaving it, however, stops the readers and frees what they held.
 
@@ -102,7 +90,7 @@ class Engine:
         self._next_read = 0
         self._in_flight = 0
         self._reads_left = [span.last_read - span.first_read for span in self.plan.spans]
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, SpanMemory] = {}
         self._ready: deque[int] = deque(i for i, left in enumerate(self._reads_left) if not left)
         self._copies: dict[int, list[Any]] = {}
         self._errors: list[BaseException] = []
@@ -159,7 +147,7 @@ class Engine:
 
     def _finish_destinations(self) -> None:
         """Also those that were written, perhaps in part, and never handed out."""
-        for name in self._written:
+        for name in list(self._written):
             self.job.destinations[name].finish()
         self._written.clear()
 
@@ -327,18 +315,17 @@ class Engine:
     # -- the readers' side -----------------------------------------------------------------------------------------------------
 
     def _reader(self) -> None:
-        slot = _Slot()
+        filler = Filler(self.plan, self.job.sources)
         try:
             while (read := self._next_ticket()) is not None:
-                self._fill(read, slot)
-                self._finish(read)
+                self._finish(read, filler.fill(read, self._memory[read.span]))
         except BaseException as exc:  # noqa: BLE001 - handed to the caller's thread, which raises it
             _let_go_of_memory(exc)
             with self._state:
                 self._errors.append(exc)
                 self._state.notify_all()
         finally:
-            slot.close()  # the traceback of an error outlives this call, and this frame with it
+            filler.close()  # the traceback of an error outlives this call, and this frame with it
 
     def _next_ticket(self) -> Read | None:
         with self._order:
@@ -359,14 +346,14 @@ class Engine:
         if span.given:
             names = self.plan.tensors.names[span.first : span.last]
             self._written.update(names)
-            self._memory[index] = _Memory(None, [_given(self.job.destinations[name]) for name in names])
+            self._memory[index] = SpanMemory(None, [_given(self.job.destinations[name]) for name in names])
             return True
         lease = self._pool.lease(span.nbytes)
         if lease is None:
             lease = self._wait_for_memory(span)
         if lease is None or lease.owner is None:
             return False
-        self._memory[index] = _Memory(lease, [bytes_of(lease.owner)])
+        self._memory[index] = SpanMemory(lease, [bytes_of(lease.owner)])
         return True
 
     def _exact(self, span: Span) -> bool:
@@ -392,11 +379,11 @@ class Engine:
         self.progress.memory_wait_s += time.perf_counter() - began
         return lease
 
-    def _finish(self, read: Read) -> None:
+    def _finish(self, read: Read, hops: Hops) -> None:
         """Count a read, and announce its span when it was the last one."""
         index, span = read.span, self.plan.spans[read.span]
         with self._state:
-            self._count(read)
+            self._count(read, hops)
             self._reads_left[index] -= 1
             last = not self._reads_left[index]
         if last:
@@ -409,12 +396,11 @@ class Engine:
             if last or (self._reader_waits and not self._in_flight):
                 self._state.notify_all()
 
-    def _count(self, read: Read) -> None:
+    def _count(self, read: Read, hops: Hops) -> None:
         progress = self.progress
         progress.read_nbytes += read.nbytes
-        span = self.plan.spans[read.span]
-        if read.copy is not None or (span.given and span.last - span.first > 1):
-            progress.copied_nbytes += read.nbytes
+        progress.direct_nbytes += hops.direct_nbytes
+        progress.copied_nbytes += hops.copied_nbytes
         if read.copy is not None and read.copy.source != read.copy.target:
             progress.cast_nbytes += read.nbytes
 
@@ -445,100 +431,6 @@ class Engine:
         with self._state:
             self.progress.copied_nbytes += sum(tensors.nbytes[span.first : span.last])
         return made
-
-    # -- one read --------------------------------------------------------------------------------------------------------------
-
-    def _fill(self, read: Read, slot: _Slot) -> None:
-        memory, span = self._memory[read.span], self.plan.spans[read.span]
-        source = self.job.sources[read.shard]
-        if memory.lease is not None and memory.lease.fresh:
-            memory.lease.populate(read.position, read.position + _landing_nbytes(read))
-        if read.pieces > 1:
-            self._fill_pieces(read, source, memory, slot)
-        elif read.copy is not None or len(memory.views) > 1:
-            data = self._read_to_slot(read, source, slot)
-            self._out_of_slot(read, span, data, memory)
-        else:
-            self._fill_in_place(read, span, source, memory, slot)
-
-    def _fill_in_place(self, read: Read, span: Span, source: ByteSource, memory: _Memory, slot: _Slot) -> None:
-        view = memory.views[0]
-        aligned = aligned_source(source)
-        if aligned is None or not aligned.prefers_direct(read.offset, read.nbytes):
-            source.read_into(read.offset, view[read.position : read.position + read.nbytes])
-            return
-        block = aligned.block_nbytes
-        if span.offset is None or block > PAGE:
-            data = self._read_to_slot(read, source, slot)
-            move(view[read.position : read.position + read.nbytes], data)
-            with self._state:
-                self.progress.copied_nbytes += read.nbytes
-            return
-        lead = (
-            read.offset % block
-        )  # the memory is congruent with the file: read whole blocks, the surplus falls into the lead and the tail
-        nbytes = -(-(lead + read.nbytes) // block) * block
-        aligned.read_direct_into(read.offset - lead, view[read.position - lead : read.position - lead + nbytes])
-        self._count_direct(read.nbytes)
-
-    def _read_to_slot(self, read: Read, source: ByteSource, slot: _Slot) -> memoryview:
-        fits = read.copy is None or read.offset % DTYPES[read.copy.source].itemsize == 0
-        aligned = aligned_source(source) if fits else None
-        if aligned is not None and aligned.prefers_direct(read.offset, read.nbytes):
-            block = aligned.block_nbytes
-            lead = read.offset % block
-            nbytes = -(-(lead + read.nbytes) // block) * block
-            view = slot.view(nbytes)
-            aligned.read_direct_into(read.offset - lead, view)
-            self._count_direct(read.nbytes)
-            return view[lead : lead + read.nbytes]
-        view = slot.view(read.nbytes)
-        source.read_into(read.offset, view)
-        return view
-
-    def _fill_pieces(self, read: Read, source: ByteSource, memory: _Memory, slot: _Slot) -> None:
-        piece = read.nbytes // read.pieces
-        view = memory.views[0][read.position : read.position + read.nbytes] if read.copy is None else slot.view(read.nbytes)
-        for k in range(read.pieces):
-            source.read_into(read.offset + k * read.stride, view[k * piece : (k + 1) * piece])
-        if read.copy is not None:
-            copy_out(view, memory.views[0], read.position, read.copy)
-
-    def _out_of_slot(self, read: Read, span: Span, data: memoryview, memory: _Memory) -> None:
-        if read.copy is not None:
-            copy_out(data, memory.views[0], read.position, read.copy)
-            return
-        for view, at in zip(memory.views, self.plan.tensors.positions[span.first : span.last], strict=True):
-            if view.nbytes:
-                view[:] = data[at : at + view.nbytes]
-
-    def _count_direct(self, nbytes: int) -> None:
-        with self._state:
-            self.progress.direct_nbytes += nbytes
-
-
-def _landing_nbytes(read: Read) -> int:
-    """Bytes of memory that a read fills."""
-    if read.copy is None:
-        return read.nbytes
-    source, target = DTYPES[read.copy.source].itemsize, DTYPES[read.copy.target].itemsize
-    return (math.prod(read.copy.shape) if read.copy.shape is not None else read.nbytes // source) * target
-
-
-class _Slot:
-    """A reader's own buffer: small enough to stay in cache, made when it is first needed."""
-
-    def __init__(self) -> None:
-        self._region: Region | None = None
-
-    def view(self, nbytes: int) -> memoryview:
-        if self._region is None or self._region.nbytes < nbytes:
-            self._region = Region(nbytes)
-            self._region.populate(0, nbytes)
-        return self._region.view[:nbytes]
-
-    def close(self) -> None:
-        self._region = None
 
 
 def _let_go_of_memory(error: BaseException) -> None:

@@ -1,0 +1,63 @@
+"""How much at once: reads in flight and memory read ahead, from the options, the sources and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from headrace._machine import available_cpus, available_memory
+from headrace._options import Options
+from headrace._plan import CHUNK_NBYTES, MIB, Limits, SourceAbilities
+from headrace.sources.base import ByteSource, aligned_source
+
+_MOST_AHEAD = 512 * MIB
+_LEAST_AHEAD = 64 * MIB
+_LEAST_AHEAD_CACHED = 16 * MIB  # four spans, which fit the L3 cache: memory that is hot is read into fastest (design, 3.3)
+
+
+def abilities_of(source: ByteSource, *, mapped: bool) -> SourceAbilities:
+    """What the planner has to know of a source. Whether it is cached is asked of its first chunk."""
+    if mapped:
+        return SourceAbilities("file", cached=True, mapped=True)
+    if (aligned := aligned_source(source)) is not None:
+        return SourceAbilities("file", cached=not aligned.prefers_direct(0, min(source.nbytes, CHUNK_NBYTES)))
+    return SourceAbilities("memory")
+
+
+def resolve_limits(options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int) -> Limits:
+    """Limits as numbers.
+
+    Args:
+        options: what was asked for.
+        abilities: of every source that is read.
+        largest: bytes of the two largest tensors.
+        nbytes: bytes of all sources.
+    """
+    limit = options.memory_limit
+    if limit is None:
+        limit = _automatic_limit(abilities, largest)
+    elif limit < 0:
+        limit = max(2 * nbytes, CHUNK_NBYTES)  # twice: casts may widen, spans are rounded up
+    return Limits(options.concurrency or _automatic_concurrency(abilities), limit)
+
+
+def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int]) -> int:
+    """Room for the two largest tensors, so that one is read while the other is used; not less than keeps the source busy.
+
+    Not more either: memory that was never touched costs several times what reading into it does.
+    """
+    cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
+    least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
+    wanted = max(least, sum(largest) + MIB)  # and what lies between them
+    return wanted if wanted <= least else min(wanted, max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8)))
+
+
+def _automatic_concurrency(abilities: Sequence[SourceAbilities]) -> int:
+    """Readers that copy out of the page cache keep a CPU busy each; readers that wait for a disk need more of them."""
+    cpus = _cpus()
+    return min(16, max(8, cpus)) if any(ability.cached is False for ability in abilities) else min(8, max(2, cpus))
+
+
+@lru_cache(maxsize=1)
+def _cpus() -> int:
+    return available_cpus()

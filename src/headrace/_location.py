@@ -1,0 +1,91 @@
+"""Where a url leads: from a path, a URL, a list of them, a source or a folder to an open checkpoint.
+
+Here adapters of storage are picked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+from urllib.parse import unquote, urlsplit
+
+from headrace._checkpoint import INDEX_SUFFIX, Checkpoint, open_files, open_folder
+from headrace._options import Options
+from headrace.errors import OptionError
+from headrace.sources.base import ByteSource, Folder
+from headrace.sources.file import FileFolder, FileSource
+from headrace.sources.mapped import MappedSource
+
+Location: TypeAlias = "str | os.PathLike[str] | Checkpoint | ByteSource | Folder | Sequence[str | os.PathLike[str] | ByteSource]"
+
+
+def open_location(url: Location, options: Options) -> Checkpoint:
+    """Open what a url names; an open checkpoint is returned as it is.
+
+    Raises:
+        OptionError: it is no url, or of a kind that there is no source for.
+        As `_checkpoint.open_folder`.
+    """
+    if isinstance(url, Checkpoint):
+        return url
+    if isinstance(url, (str, os.PathLike)):
+        return _open_path(_local_path(url), options)
+    if isinstance(url, Sequence):
+        return _open_list(url, options)
+    if hasattr(url, "read_into"):
+        source = cast(ByteSource, url)
+        return open_files([lambda: source], source.url, options)
+    if hasattr(url, "names"):
+        return open_folder(url, options)
+    raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")
+
+
+def _open_path(path: Path, options: Options) -> Checkpoint:
+    if path.is_dir():
+        return open_folder(_folder(path, options), options)
+    if path.name.endswith(INDEX_SUFFIX):
+        return open_folder(_folder(path.parent, options), options, index=path.name)
+    return open_files([lambda: _file(path, options)], str(path), options)
+
+
+def _kind(options: Options) -> type[FileSource]:
+    return MappedSource if options.mmap in ("auto", "require") else FileSource
+
+
+def _file(path: Path, options: Options) -> FileSource:
+    return _kind(options)(path, direct_io=options.direct_io or "auto")
+
+
+def _folder(path: Path, options: Options) -> FileFolder:
+    return FileFolder(path, direct_io=options.direct_io or "auto", kind=_kind(options))
+
+
+def _open_list(urls: Sequence[Any], options: Options) -> Checkpoint:
+    if not urls:
+        raise OptionError("url is an empty list: there is nothing to load", option="url")
+
+    def opener(url: Any) -> Callable[[], ByteSource]:
+        if hasattr(url, "read_into"):
+            return lambda: url
+        path = _local_path(url)
+        return lambda: _file(path, options)
+
+    named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
+    return open_files([opener(url) for url in urls], named, options)
+
+
+def _local_path(url: str | os.PathLike[str]) -> Path:
+    if not isinstance(url, (str, os.PathLike)):
+        raise OptionError(f"url is a path, a URL or a source, not {type(url).__name__}", option="url")
+    text = os.fspath(url)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme == "file":
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise OptionError(f"{text}: a file URL names no host; write file:///path", option="url")
+        return Path(unquote(parts.path))
+    if scheme:
+        raise OptionError(f"{text}: there is no source for {scheme}:// yet; local paths and file:// work", option="url")
+    return Path(text).expanduser()

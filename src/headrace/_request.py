@@ -1,0 +1,177 @@
+"""What a caller asked for, against an open checkpoint: from arguments to a plan, and to an engine that is ready to run.
+
+torch is imported when an engine is made and not before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+
+from headrace._checkpoint import Checkpoint
+from headrace._header import TensorInfo
+from headrace._interpreter import gc_paused
+from headrace._limits import abilities_of, resolve_limits
+from headrace._options import Options
+from headrace._plan import Plan, SourceAbilities
+from headrace._planner import make_plan
+from headrace._progress import Progress, Snapshot
+from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
+from headrace._slices import Index, slice_shape
+from headrace.errors import OptionError, SourceError
+from headrace.sources.base import MappableSource
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace._engine import Engine
+    from headrace.devices.base import Destination, HostTarget
+
+Into: TypeAlias = "Mapping[str, torch.Tensor] | Callable[[TensorInfo], torch.Tensor | None]"
+Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
+Order: TypeAlias = Literal["ready", "file"]
+Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
+
+log = logging.getLogger("headrace")
+
+_UNUSED = SourceAbilities("memory")  # nothing is read from the shard
+
+
+class Request:
+    """What a caller asked for, against an open checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: Names, slices: Mapping[str, Index] | None, rule: DTypeRule, options: Options
+    ) -> None:
+        self.checkpoint, self.rule, self.options = checkpoint, rule, options
+        self.slices = dict(slices or {})
+        for name in self.slices:
+            checkpoint[name]  # raises for a name that does not exist
+        with gc_paused.held():
+            self.chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
+        self.unmapped: list[str] = []
+        self.mappings = self._map_files() if options.mmap in ("auto", "require") else {}
+
+    def plan(self, *, given: Mapping[str, str] | None = None) -> Plan:
+        """The plan. `given`: dtypes of the destinations, for the tensors whose memory the caller provides."""
+        headers, where = self.checkpoint.headers, self.checkpoint.where
+        abilities = [
+            abilities_of(source, mapped=shard in self.mappings) if rows is None or rows else _UNUSED
+            for shard, (source, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True))
+        ]
+        nbytes = sum(header.nbytes for header in headers)
+        limits = resolve_limits(self.options, abilities, largest=self.checkpoint.largest, nbytes=nbytes)
+        with gc_paused.held():
+            casts, left_alone = choose_casts(self.rule, headers, self.chosen, where)
+            for name, dtype in (given or {}).items():
+                shard, row = where[name]
+                casts[shard].pop(row, None)
+                if dtype != headers[shard].dtypes[row]:
+                    casts[shard][row] = dtype
+            return make_plan(
+                headers,
+                self.chosen,
+                abilities,
+                limits,
+                casts=casts if any(casts) else None,
+                slices=self.slices,
+                given=frozenset(given) if given else None,
+                left_alone=left_alone,
+            )
+
+    def _map_files(self) -> dict[int, memoryview]:
+        """{shard: mapping} of what can be mapped; the rest is read, and `unmapped` says why."""
+        mappings: dict[int, memoryview] = {}
+        for shard, (source, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True)):
+            if rows is not None and not rows:
+                continue
+            try:
+                if not hasattr(source, "map"):
+                    raise SourceError(f"cannot map {source.url}: open it with mmap={self.options.mmap!r}", url=source.url)
+                mappings[shard] = cast(MappableSource, source).map()
+            except SourceError as exc:
+                if self.options.mmap == "require":
+                    raise
+                self.unmapped.append(str(exc))
+        return mappings
+
+    def engine(
+        self,
+        *,
+        into: Into | None,
+        rename: Rename | None,
+        ownership: Ownership,
+        order: Order,
+        progress: Callable[[Snapshot], None] | None,
+        on_stop: Callable[[], None] | None,
+    ) -> Engine:
+        """The engine for this request, ready to run."""
+        from headrace._engine import Engine, Job  # these two import torch
+        from headrace.devices.cpu import CpuTarget
+
+        if ownership != "leased" and self.mappings:
+            raise OptionError(
+                f"mmap hands out views of the file, which cannot be {ownership}; leave one of the two out", option="mmap"
+            )
+        target = CpuTarget()
+        destinations = self._destinations(into, target) if into is not None else {}
+        given = {name: destination.dtype for name, destination in destinations.items() if destination.memory is not None}
+        plan = self.plan(given=given)
+        job = Job(
+            plan=plan,
+            sources=self.checkpoint.sources,
+            target=target,
+            order=order,
+            ownership=ownership,
+            destinations=destinations,
+            rename=_renaming(rename),
+            on_progress=progress,
+            on_stop=on_stop,
+            mappings=self.mappings,
+            demands_direct=self.options.direct_io == "on",
+        )
+        return Engine(job, _new_progress(plan, self.unmapped))
+
+    def _destinations(self, into: Into, target: HostTarget) -> dict[str, Destination]:
+        found: dict[str, Destination] = {}
+        given: dict[str, torch.Tensor] = {}
+        for header, rows in zip(self.checkpoint.headers, self.chosen, strict=True):
+            for row in range(len(header.names)) if rows is None else rows:
+                info = info_at(header, row)
+                tensor = into(info) if callable(into) else into.get(info.name)
+                if tensor is None:
+                    continue
+                shape = slice_shape(info.shape, self.slices[info.name]) if info.name in self.slices else info.shape
+                found[info.name] = target.destination(tensor, info.name, info.dtype, shape)
+                given[info.name] = tensor
+        if (shared := target.shared_memory(given)) is not None:
+            one, other = shared
+            raise OptionError(
+                f"into: the tensors given for {one!r} and {other!r} share memory; load one of them and tie it afterwards",
+                option="into",
+            )
+        if not callable(into) and (unknown := next((name for name in into if name not in self.checkpoint), None)) is not None:
+            raise unknown_tensor(unknown, self.checkpoint)
+        return found
+
+
+def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
+    if rename is None or callable(rename):
+        return rename
+    return lambda name: rename.get(name, name)
+
+
+def _new_progress(plan: Plan, degraded: list[str]) -> Progress:
+    for fallback in degraded:
+        log.warning("%s; it is read instead", fallback)
+    return Progress(
+        degraded=list(degraded),
+        total_nbytes=plan.read_nbytes,
+        surplus_nbytes=plan.surplus_nbytes,
+        total_tensors=len(plan.tensors),
+        concurrency=plan.limits.concurrency,
+        memory_limit=plan.limits.memory_limit,
+        routes=tuple((route.url, route.route, route.reason) for route in plan.routes),
+        left_alone=plan.left_alone,
+    )
