@@ -482,6 +482,18 @@ def test_all_memory_goes_back_when_the_last_tensor_is_dropped(tmp_path: Path) ->
     assert anonymous() - before < 2 * MIB
 
 
+@needs_smaps
+def test_memory_goes_back_tensor_by_tensor_after_close(tmp_path: Path) -> None:
+    contents = random_contents(*[5 * MIB] * 12)  # a span each
+    path = write(tmp_path / "m.safetensors", contents)
+    fill_memory(path)
+    before = anonymous()
+    kept = headrace.load(path)
+    kept = {name: tensor for name, tensor in kept.items() if name in ("t000", "t005", "t011")}
+    assert anonymous() - before < 3 * (5 * MIB + 8192) + 2 * MIB
+    assert not wrong(kept, contents)
+
+
 def test_all_memory_is_unmapped_when_the_last_tensor_is_dropped() -> None:
     source = watched(MIXED_BYTES)
     kept = headrace.load(source)
