@@ -20,6 +20,7 @@ from headrace._header import Header
 from headrace._plan import (
     CHUNK_NBYTES,
     KIB,
+    LARGE_NBYTES,
     MIB,
     PAGE,
     SMALL_NBYTES,
@@ -347,7 +348,7 @@ def test_no_read_is_longer_than_the_chunk(request: Request) -> None:
     for read in plan.reads:
         span = plan.spans[read.span]
         scattered = span.given and span.last - span.first > 1  # one read into a slot for all of them, as long as a span may be
-        longest = request.abilities[read.shard].chunk_nbytes
+        longest = request.abilities[read.shard].chunk_nbytes * (2 if span.nbytes >= LARGE_NBYTES and read.copy is None else 1)
         assert read.nbytes <= (max(longest, request.limits.span_nbytes) if scattered else longest)
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from headrace._addresses import Owner, bytes_of, move, owner_at, owner_of
-from headrace._filling import Filler, Hops, SpanMemory
+from headrace._filling import IN_PLACE, Filler, Hops, SpanMemory
 from headrace._interpreter import gc_paused, switching_fast
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
@@ -87,8 +87,8 @@ class Engine:
         self._pool = Pool(job.plan.limits.memory_limit)
         self._order = threading.Lock()  # tickets: held while a span's memory is leased, so spans get memory in order
         self._state = threading.Condition()  # guards everything below
-        self._next_read = 0
-        self._in_flight = 0
+        self._next_read = 0  # written under _order
+        self._finished_reads = 0
         self._reads_left = [span.last_read - span.first_read for span in self.plan.spans]
         self._memory: dict[int, SpanMemory] = {}
         self._ready: deque[int] = deque(i for i, left in enumerate(self._reads_left) if not left)
@@ -210,12 +210,16 @@ class Engine:
                     if not self._threads:
                         self._reader()
                         continue
-                    if self._reader_waits and not self._in_flight:
+                    if self._reader_waits and self._nothing_in_flight():
                         self._pool.wake()
                     if not self._state.wait(tick) and self.job.on_progress:
                         self.job.on_progress(self.progress.snapshot())
             finally:
                 self._caller_waits = False
+
+    def _nothing_in_flight(self) -> bool:
+        """Whether every ticket that was taken has been finished. Steady while a reader waits for memory with the next one."""
+        return self._finished_reads == self._next_read
 
     def _can_take(self) -> bool:
         """Whether a span is ready that the caller may have now."""
@@ -337,8 +341,6 @@ class Engine:
             if i == span.first_read and not self._provide_memory(read.span, span):
                 return None
             self._next_read = i + 1
-            with self._state:
-                self._in_flight += 1
             return read
 
     def _provide_memory(self, index: int, span: Span) -> bool:
@@ -366,7 +368,7 @@ class Engine:
             with self._state:
                 if self._stopped or self._errors:
                     return None
-                if self._caller_waits and not self._in_flight and not self._can_take():
+                if self._caller_waits and self._nothing_in_flight() and not self._can_take():
                     self._pool.count_as_kept()
                     self.progress.kept_nbytes = self._pool.kept_nbytes
                 else:
@@ -381,43 +383,47 @@ class Engine:
 
     def _finish(self, read: Read, hops: Hops) -> None:
         """Count a read, and announce its span when it was the last one."""
-        index, span = read.span, self.plan.spans[read.span]
+        index = read.span
         with self._state:
             self._count(read, hops)
             self._reads_left[index] -= 1
-            last = not self._reads_left[index]
-        if last:
-            self.job.sources[read.shard].check_unchanged()
-            self._complete(index, span)
+            if self._reads_left[index]:
+                self._finished_reads += 1
+                if self._reader_waits and self._nothing_in_flight():
+                    self._state.notify_all()
+                return
+        self.job.sources[read.shard].check_unchanged()
+        self._complete(index, self.plan.spans[index])
         with self._state:
-            self._in_flight -= 1
-            if last:
-                self._ready.append(index)
-            if last or (self._reader_waits and not self._in_flight):
-                self._state.notify_all()
+            self._finished_reads += 1
+            self._ready.append(index)
+            self._state.notify_all()
 
     def _count(self, read: Read, hops: Hops) -> None:
         progress = self.progress
         progress.read_nbytes += read.nbytes
-        progress.direct_nbytes += hops.direct_nbytes
-        progress.copied_nbytes += hops.copied_nbytes
+        if hops is not IN_PLACE:
+            progress.direct_nbytes += hops.direct_nbytes
+            progress.copied_nbytes += hops.copied_nbytes
         if read.copy is not None and read.copy.source != read.copy.target:
             progress.cast_nbytes += read.nbytes
 
     def _complete(self, index: int, span: Span) -> None:
         """What is left to do on the reader's thread when a span's bytes are in."""
-        names = self.plan.tensors.names[span.first : span.last]
         if self.job.ownership == "copied" and not span.given and not self._exact(span):
             self._copies[index] = self._copied(index, span)
-        strided = [i for i, name in enumerate(names) if name in self.job.destinations and not span.given]
+        given = self.job.destinations
+        if not given:
+            return
+        names = self.plan.tensors.names[span.first : span.last]
+        strided = [i for i, name in enumerate(names) if name in given and not span.given]
         if strided:
             memory = self._memory[index]
             made = self._wrap(span.first, span.last, memory.lease.owner if memory.lease else None)
             for i in strided:
-                self.job.destinations[names[i]].fill_from(made[i])
+                given[names[i]].fill_from(made[i])
             self._copies[index] = made
-        if self.job.destinations:
-            self.filled += [name for name in names if name in self.job.destinations]
+        self.filled += [name for name in names if name in given]
 
     def _copied(self, index: int, span: Span) -> list[Any]:
         """Tensors with exactly their own memory, out of a span that they shared."""

@@ -38,6 +38,9 @@ class Hops(NamedTuple):
     copied_nbytes: int = 0
 
 
+IN_PLACE = Hops()
+
+
 class Filler:
     """Carries out reads, one at a time; every reader has its own."""
 
@@ -52,7 +55,7 @@ class Filler:
     def fill(self, read: Read, memory: SpanMemory) -> Hops:
         """Read and, where need be, copy. Raises what the source raises; the memory may then be half filled."""
         source, span = self._sources[read.shard], self._plan.spans[read.span]
-        if memory.lease is not None:
+        if memory.lease is not None and memory.lease.fresh:
             memory.lease.populate(read.position, read.position + _landing_nbytes(read))
         if read.pieces > 1:
             return self._fill_pieces(read, source, memory.views[0])
@@ -66,7 +69,7 @@ class Filler:
         aligned = aligned_source(source)
         if aligned is None or not aligned.prefers_direct(read.offset, read.nbytes):
             source.read_into(read.offset, view[read.position : read.position + read.nbytes])
-            return Hops()
+            return IN_PLACE
         if span.offset is None or aligned.block_nbytes > PAGE:
             data, direct = self._read_to_slot(read, source)
             move(view[read.position : read.position + read.nbytes], data)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
+LARGE_NBYTES = 32 * MIB  # what is read into place of this length or more leaves the cache anyway: chunks are twice as long
 CHUNK_NBYTES = 4 * MIB  # page cache: three of them fit the L3 cache, 35 GB/s where 16 MiB reach 24 (docs/design.md, 3.3)
 SMALL_NBYTES = 256 * KIB  # below it tensors live apart from larger ones: who keeps only norms and scales keeps only those
 
@@ -29,7 +30,7 @@ class SourceAbilities:
 
     Attributes:
         kind: 'file', 'memory' or 'network'.
-        chunk_nbytes: the longest read.
+        chunk_nbytes: the length of a read; twice that within tensors of `LARGE_NBYTES` and more.
         gap_nbytes: unwanted bytes up to this length are read along rather than skipped.
         cached: whether the bytes come from the page cache; None where there is none to ask.
         mapped: whether the shard is handed out as views of the mapped file.
@@ -80,9 +81,8 @@ class Copy:
     flip: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One request to a source.
+class Read(NamedTuple):
+    """One request to a source. A tuple, as there are many: it is made in a quarter of a frozen dataclass's time.
 
     Attributes:
         shard: which source.

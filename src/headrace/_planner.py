@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from headrace._dtypes import DTYPES
 from headrace._header import Header
-from headrace._plan import KIB, PAGE, SMALL_NBYTES, Copy, Limits, Plan, Read, Route, SourceAbilities, Span, Tensors
+from headrace._plan import KIB, LARGE_NBYTES, PAGE, SMALL_NBYTES, Copy, Limits, Plan, Read, Route, SourceAbilities, Span, Tensors
 from headrace._slices import Cut, Index, cut_slice, slice_shape
 from headrace.errors import OptionError
 
@@ -253,9 +253,10 @@ class _ShardPlanner:
         """Chunks of a contiguous range. Inner boundaries are page boundaries of the file, for direct reads into place; what is
         copied is cut at multiples of the chunk's length instead, where torch's vector code goes on without a remainder."""
         wide, narrow = itemsizes
+        chunk = self.ability.chunk_nbytes * (2 if copy is None and end - start >= LARGE_NBYTES else 1)
         at = start
         while at < end:
-            stop = min(end, at + self.ability.chunk_nbytes)
+            stop = min(end, at + chunk)
             if stop < end and copy is None:
                 stop -= stop % PAGE
             yield Read(self.shard, at, stop - at, len(self.draft.spans), position + (at - start) // wide * narrow, copy=copy)

@@ -131,11 +131,12 @@ class Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
 
         Readers fill neighbouring chunks at once; a huge page is left to the one in whose chunk it begins, or two would clear it.
         """
-        if self.fresh:
-            begin = self.start + start
-            if start >= PAGE:
-                begin = round_up(begin, HUGE)
-            self.region.populate(begin, min(round_up(self.start + end, HUGE), self.start + self.nbytes))
+        if not self.fresh:
+            return
+        begin = self.start + start
+        if start >= PAGE:
+            begin = round_up(begin, HUGE)
+        self.region.populate(begin, min(round_up(self.start + end, HUGE), self.start + self.nbytes))
 
 
 _Returned: TypeAlias = "queue.SimpleQueue[weakref.ref[Owner] | None]"
