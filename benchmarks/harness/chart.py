@@ -13,6 +13,7 @@ from typing import Any
 
 _COLOURS = {"headrace": "#0072B2", "floor": "#BBBBBB", "peer": "#E69F00"}
 _LINE = "#444444"
+_LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # a dashed line behind a figure must not strike it out
 _BAR_INCHES, _TITLE_INCHES, _WIDTH_INCHES = 0.27, 0.62, 10.5
 
 
@@ -65,7 +66,9 @@ def _draw_panel(axis: Any, title: str, bars: list[tuple[str, str, float, float]]
     axis.errorbar(rates, rows, xerr=spans, fmt="none", ecolor=_LINE, elinewidth=1, capsize=2)
     longest = max(best for *_, best in bars)
     for row, (_, _, rate, best) in zip(rows, bars, strict=True):
-        axis.text(best + longest * 0.012, row, f"{rate:.1f}" if rate >= 1 else f"{rate:.2f}", va="center", fontsize=8)
+        axis.text(
+            best + longest * 0.012, row, f"{rate:.1f}" if rate >= 1 else f"{rate:.2f}", va="center", fontsize=8, bbox=_LABEL_BOX
+        )
     floor = next((rate for _, role, rate, _ in bars if role == "floor"), None)
     if floor is not None:
         axis.axvline(floor, color=_LINE, linestyle="--", linewidth=1)

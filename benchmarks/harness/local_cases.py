@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from harness.cases import Case, Goal, Way
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -64,8 +66,16 @@ def _peer(
 
 def _runai(name: str, *, pick: str | None = None, owned: bool = True, **variables: object) -> Way:
     environment = {f"RUNAI_STREAMER_{key.upper()}": str(value) for key, value in variables.items()}
-    said = ", ".join(f"{key}={value}" for key, value in variables.items())
-    return _peer(name if pick is None else said or "default", "runai", pick=pick, environment=environment, owned=owned)
+    return _peer(name if pick is None else _settings_text(variables), "runai", pick=pick, environment=environment, owned=owned)
+
+
+def _settings_text(variables: Mapping[str, object]) -> str:
+    said = [str(variables["fs_strategy"])]
+    if "memory_limit" in variables:
+        said.append(f"limit {int(str(variables['memory_limit'])) // MIB} MiB")
+    if "fs_queue_depth" in variables:
+        said.append(f"depth {variables['fs_queue_depth']}")
+    return ", ".join(said)
 
 
 def _runai_tuned(pick: str, *, owned: bool, limit: int, strategies: tuple[str, ...] = _STRATEGIES) -> tuple[Way, ...]:
