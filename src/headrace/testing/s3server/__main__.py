@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.testing.s3server import Bucket, S3Server, parse_rules
+from headrace.testing.s3server.server import DOMAINS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 page=args.page,
                 tls=tuple(args.tls) if args.tls else None,
                 region=args.region or None,
-                domains=args.domain or ("localhost",),
+                domains=args.domain or DOMAINS,
                 port=args.port,
                 log=log,
             )
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--secret-key", default="SKTESTSECRET")
     parser.add_argument("--require-token", metavar="TOKEN", help="session token that requests must carry")
     parser.add_argument("--region", default="us-east-1", help="empty takes any in a signature")
-    parser.add_argument("--domain", action="append", help="host whose subdomains are buckets (default: localhost)")
+    parser.add_argument("--domain", action="append", help="host whose subdomains are buckets (default: s3.localhost, localhost)")
     parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"), help="PEM files")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="added to each request")
     parser.add_argument("--page", type=int, default=1000, help="most entries in one listing")

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
@@ -54,7 +53,7 @@ class Bucket:
 class Version:
     """An object as it was written at one time; a delete marker where there is no content."""
 
-    content: bytes | Path | None
+    content: bytes | str | None
     version_id: str
     modified_s: float
     etag: str = ""  # of bytes; that of a file is made when it is opened
@@ -119,7 +118,8 @@ class Buckets:
     def __init__(
         self, content: str | os.PathLike[str] | Mapping[str, Mapping[str, Content]], options: Mapping[str, Bucket]
     ) -> None:
-        self._root = None if isinstance(content, Mapping) else Path(content).absolute()
+        self._root = None if isinstance(content, Mapping) else os.path.abspath(content)
+        self._folders: dict[str, str] = {}
         self._lock = threading.RLock()
         self._sums: dict[tuple[str, str, str, str], str] = {}
         self._count = 0
@@ -230,10 +230,13 @@ class Buckets:
         if isinstance(version.content, bytes):
             return OpenObject(Info(len(version.content), version.etag, version.modified_s, shown), version.content, None)
         try:
-            descriptor = os.open(version.content, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
+            descriptor = os.open(version.content, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
+        except (OSError, ValueError) as error:
             raise Refusal("NoSuchKey", fields={"Key": key}) from error
         found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise Refusal("NoSuchKey", fields={"Key": key})
         return OpenObject(Info(found.st_size, _tag_of(found), found.st_mtime, shown), b"", descriptor)
 
     def _versions(self, name: str, key: str) -> list[Version]:
@@ -243,31 +246,35 @@ class Buckets:
             if written is not None and key in written.objects:
                 return written.objects[key]
         folder = self._folder(name)
-        if folder is None or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        if folder is None or any(part in ("", ".", "..") for part in key.split("/")):
             return []
+        path = f"{folder}/{key}"
+        if written is None or not written.options.versioned:
+            return [Version(path, "null", 0.0)]  # whether it is there shows when it is opened
         try:
-            path = folder / key
-            found = path.stat()
+            found = os.stat(path)
         except (OSError, ValueError):
             return []
-        if not stat.S_ISREG(found.st_mode):
-            return []
-        return [Version(path, "file" + _tag_of(found).strip('"')[:28], found.st_mtime)]
+        return [Version(path, "file" + _tag_of(found)[1:29], found.st_mtime)]
 
     def _shown(self, name: str, version: Version) -> str:
         """The version's id as clients see it: null where the bucket keeps no versions."""
         written = self._written.get(name)
         return version.version_id if written is not None and written.options.versioned else "null"
 
-    def _folder(self, name: str) -> Path | None:
+    def _folder(self, name: str) -> str | None:
         if self._root is None or not name or name.startswith(".") or "/" in name or "\0" in name:
             return None
-        folder = self._root / name
-        return folder if folder.is_dir() else None
+        if name not in self._folders:
+            folder = os.path.join(self._root, name)
+            if not os.path.isdir(folder):
+                return None
+            self._folders[name] = folder  # it is asked for often; should it go, its objects are not found
+        return self._folders[name]
 
     def _version(self, content: Content) -> Version:
         if not isinstance(content, bytes):
-            return replace(self._marker(), content=Path(content).absolute())
+            return replace(self._marker(), content=os.path.abspath(content))
         tag = hashlib.md5(content, usedforsecurity=False).hexdigest()
         return replace(self._marker(), content=content, etag=f'"{tag}"')
 

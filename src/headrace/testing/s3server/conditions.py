@@ -64,7 +64,9 @@ def _names(header: str, etag: str) -> bool:
 
 def _is_later(modified_s: float, date: str | None) -> bool | None:
     """Whether an object was written after a date; None where there is no date that can be read."""
+    if date is None:
+        return None
     try:
-        return int(modified_s) > parsedate_to_datetime(date or "").timestamp()
+        return int(modified_s) > parsedate_to_datetime(date).timestamp()
     except ValueError:
         return None

@@ -22,6 +22,8 @@ from headrace.testing.s3server.ledger import Ledger, Request
 from headrace.testing.s3server.service import Service
 from headrace.testing.s3server.signatures import Credential
 
+DOMAINS = ("s3.localhost", "localhost")
+
 _HOST = "127.0.0.1"
 
 
@@ -41,7 +43,7 @@ class S3Server:
         page: the most entries in one listing.
         tls: certificate and key files, or a server's context.
         region: where it is; a signature for another is refused. None takes any.
-        domains: hosts whose subdomains are buckets.
+        domains: hosts whose subdomains are buckets; of two that fit, the first one counts.
         port: 0 takes a free one.
         log: gets a line of JSON for each request when it is over.
         clock: gives seconds since the epoch.
@@ -65,7 +67,7 @@ class S3Server:
         page: int = 1000,
         tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | ssl.SSLContext | None = None,
         region: str | None = "us-east-1",
-        domains: Sequence[str] = ("localhost",),
+        domains: Sequence[str] = DOMAINS,
         port: int = 0,
         log: IO[str] | None = None,
         clock: Callable[[], float] = time.time,

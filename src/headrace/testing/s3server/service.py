@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from headrace.testing.s3server import listing, payloads, signatures
 from headrace.testing.s3server.answers import Answer, Span, content_range
@@ -60,7 +60,7 @@ def split_address(head: Head, domains: Sequence[str]) -> tuple[str, str]:
     """Return bucket and key: from Host and path where Host is a subdomain of one of `domains`, else both from the path."""
     path = unquote(head.path, errors="surrogateescape")[1:]
     host = head.host.rsplit(":", 1)[0].lower()
-    for domain in domains:
+    for domain in domains if host not in domains else ():
         bucket = host.removesuffix("." + domain)
         if bucket and bucket != host:
             return bucket, path
@@ -98,7 +98,7 @@ class Service:
         claim = signatures.parse(head.headers, head.query)
         if claim is not None:
             self._check_claim(claim, head, body, bucket)
-        params = dict(parse_qsl(head.query, keep_blank_values=True, errors="surrogateescape"))
+        params = dict(signatures.query_pairs(head.query))
         route = Route(_operation(head.method, bucket, key, params), bucket, key, params, head)
         self._check_permission(route, signed=claim is not None)
         return route

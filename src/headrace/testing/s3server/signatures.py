@@ -73,6 +73,12 @@ class Claim:
         return Refusal("AuthorizationHeaderMalformed", f"The authorization header is malformed; {message}", fields=fields)
 
 
+@lru_cache(maxsize=1024)  # asked for three times a request, and presigned URLs are used again and again
+def query_pairs(query: str) -> tuple[tuple[str, str], ...]:
+    """Return names and values of a query, unescaped, in their order."""
+    return tuple(parse_qsl(query, keep_blank_values=True, errors="surrogateescape"))
+
+
 def parse(headers: Mapping[str, str], query: str) -> Claim | None:
     """Return what the request says of its signature, None if it is anonymous.
 
@@ -83,7 +89,7 @@ def parse(headers: Mapping[str, str], query: str) -> Claim | None:
     Raises:
         Refusal: signed in two ways or in none that is known, or the claim is malformed.
     """
-    params = dict(parse_qsl(query, keep_blank_values=True))
+    params = dict(query_pairs(query))
     authorization = headers.get("authorization")
     in_query = (
         "X-Amz-Algorithm" in params or "X-Amz-Signature" in params or ("Signature" in params and "AWSAccessKeyId" in params)
@@ -211,7 +217,7 @@ def _check_token(claim: Claim, credential: Credential) -> None:
 
 def canonical_request(claim: Claim, *, method: str, path: str, query: str, headers: Mapping[str, str]) -> str:
     """Return the text whose hash is signed."""
-    pairs = [(_escape(name), _escape(value)) for name, value in _pairs(query) if name != "X-Amz-Signature"]
+    pairs = [(_escape(name), _escape(value)) for name, value in query_pairs(query) if name != "X-Amz-Signature"]
     lines = [
         method,
         quote(unquote(path, errors="surrogateescape"), safe="/" + _SAFE, errors="surrogateescape") or "/",
@@ -242,10 +248,6 @@ def _signing_key(secret_key: str, day: str, region: str) -> bytes:
     for part in (day, region, "s3", "aws4_request"):
         key = hmac.new(key, part.encode("utf-8", "replace"), hashlib.sha256).digest()
     return key
-
-
-def _pairs(query: str) -> list[tuple[str, str]]:
-    return parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
 
 
 def _escape(value: str) -> str:

@@ -117,27 +117,56 @@ class Wire:
         """Read a request's body, which most have not.
 
         Raises:
-            Refusal: it is too long or its length is not given.
+            Refusal: it is too long or cannot be read.
             ConnectionError: the client left before its end.
         """
-        if "transfer-encoding" in head.headers:
-            raise Refusal("MissingContentLength")
+        is_chunked = head.headers.get("transfer-encoding", "").lower() == "chunked"
         length = head.headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or len(length) > 19:
             raise Refusal("InvalidRequest", "Content-Length is no number")
-        nbytes = int(length)
-        if nbytes > limit_nbytes:
+        if int(length) > limit_nbytes:
             raise Refusal("EntityTooLarge")
-        if nbytes and head.headers.get("expect", "").lower() == "100-continue":
+        if (is_chunked or int(length)) and head.headers.get("expect", "").lower() == "100-continue":
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return self._read_chunked(limit_nbytes) if is_chunked else self._read(int(length))
+
+    def _read_chunked(self, limit_nbytes: int) -> bytes:
+        """Read a body in the chunked transfer coding (RFC 9112, section 7.1), trailers included, which are dropped."""
+        parts: list[bytes] = []
+        total = 0
+        while True:
+            try:
+                nbytes = int(self._read_line().partition(b";")[0], 16)
+            except ValueError as error:
+                raise Refusal("InvalidRequest", "The chunks of the body cannot be read") from error
+            total += nbytes
+            if total > limit_nbytes:
+                raise Refusal("EntityTooLarge")
+            if nbytes == 0:
+                break
+            parts.append(self._read(nbytes))
+            self._read_line()
+        while self._read_line():
+            pass
+        return b"".join(parts)
+
+    def _read_line(self) -> bytes:
+        while (end := self._received.find(b"\r\n")) < 0:
+            self._receive(_RECEIVE_NBYTES)
+        return self._read(end + 2)[:-2]
+
+    def _read(self, nbytes: int) -> bytes:
         while len(self._received) < nbytes:
-            data = self._sock.recv(min(1 << 20, nbytes - len(self._received)))
-            if not data:
-                raise ConnectionResetError("the client left in its request")
-            self._received += data
-        body = bytes(self._received[:nbytes])
+            self._receive(min(1 << 20, nbytes - len(self._received)))
+        data = bytes(self._received[:nbytes])
         del self._received[:nbytes]
-        return body
+        return data
+
+    def _receive(self, nbytes: int) -> None:
+        data = self._sock.recv(nbytes)
+        if not data:
+            raise ConnectionResetError("the client left in its request")
+        self._received += data
 
     def send(self, data: bytes, *, more: bool = False) -> int:
         """Send bytes, and return how many were taken: fewer if the client has left.
