@@ -1,0 +1,385 @@
+"""One HTTP/1.1 connection, and what is read off it.
+
+`http.client` parses heads. What came along with a head is handed out first; then the body is received straight into the caller's
+memory, and what has arrived is counted whatever happens next. Waiting is cut into short ticks, and at each the caller's `Watch`
+may end it. Nothing here knows when to try again, what a good answer is, or what a store is; every exception of sockets and TLS
+becomes a `Failure`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import io
+import os
+import re
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from headrace.sources.http._endpoint import Endpoint, Proxy
+from headrace.sources.http._failures import Failure, Headers, Kind
+
+# A piece per system call: the kernel fills it without the GIL. A whole range per call would hide how far a slow one is.
+_PIECE_NBYTES: Final = 1 << 20
+_HEAD_NBYTES: Final = 64 << 10
+_READ_AHEAD_NBYTES: Final = 4096  # heads are shorter; what comes along is body, and has to be copied
+
+
+class Watch(Protocol):
+    """Told of waiting and progress; either may raise a `Failure` to end it."""
+
+    def on_connection(self, connection: Connection) -> None:
+        """This connection is used from here on."""
+
+    def on_waiting(self) -> None:
+        """The gate is shut."""
+
+    def on_quiet(self) -> None:
+        """Nothing came for a tick."""
+
+    def on_bytes(self, nbytes: int) -> None:
+        """Bytes have come."""
+
+
+# ---- answers
+
+
+@dataclass(slots=True)
+class Answer:
+    """The head of an answer, and what is left of its body.
+
+    Attributes:
+        status, headers: of the head.
+        reusable: whether the connection can carry another request once the body is read.
+    """
+
+    status: int
+    headers: Headers
+    reusable: bool
+    _connection: Connection
+    _watch: Watch
+    _left: int | None  # bytes to come: of the body, or of a chunk; None: until the connection ends
+    _chunked: bool
+    _finished: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of the body was read."""
+        return self._finished or (self._left == 0 and not self._chunked)
+
+    def receive_into(self, view: memoryview) -> int:
+        """Receive some bytes of the body into `view`. Returns how many; 0 at the body's end."""
+        self.finish()
+        if self.finished or not view:
+            return 0
+        room = view if self._left is None else view[: self._left]
+        got = self._connection.receive_into(room, self._watch)
+        if got == 0:
+            if self._left is not None:
+                raise Failure("truncated", "the connection ended before the body did", status=self.status)
+            self._finished = True
+        elif self._left is not None:
+            self._left -= got
+            if self._chunked and self._left == 0:
+                self._connection.read_line(self._watch)
+        return got
+
+    def finish(self) -> None:
+        """Read the end of the framing, once all of the body that was wanted is in: only then the connection can be used again."""
+        if self._chunked and self._left == 0 and not self._finished:
+            self._next_chunk()
+
+    def read(self, limit: int) -> bytes:
+        """The body, or its first `limit` bytes."""
+        body, got = bytearray(), 1
+        piece = memoryview(bytearray(min(limit, _HEAD_NBYTES)))
+        while got and len(body) < limit:
+            got = self.receive_into(piece[: limit - len(body)])
+            body += piece[:got]
+        return bytes(body)
+
+    def _next_chunk(self) -> None:
+        """The size line of the next chunk, and after the last one the trailers (RFC 9112, 7.1)."""
+        digits = self._connection.read_line(self._watch).partition(b";")[0].strip()
+        if not re.fullmatch(rb"[0-9A-Fa-f]{1,15}", digits):
+            raise Failure("protocol", "a chunk of the body begins without its size", status=self.status)
+        self._left = int(digits, 16)
+        if self._left == 0:
+            while self._connection.read_line(self._watch):
+                pass
+            self._finished = True
+
+
+def _parse_head(raw: bytes) -> tuple[int, bool, Headers]:
+    """(status, whether it is HTTP/1.1, fields)."""
+    line, _, rest = raw.partition(b"\n")
+    match = re.fullmatch(rb"HTTP/1\.([01]) +([1-5][0-9]{2})(?: .*)?\r?", line)
+    if match is None:
+        raise Failure("protocol", "what came back is not HTTP/1")
+    try:
+        headers = Headers(http.client.parse_headers(io.BytesIO(rest)).items())
+    except http.client.HTTPException as exc:
+        raise Failure("protocol", "the head of the answer cannot be read") from exc
+    return int(match[2]), match[1] == b"1", headers
+
+
+# ---- connections
+
+
+class Connection:
+    """One connection to an endpoint. Used by one thread at a time; `shut` may come from any.
+
+    Attributes:
+        reused: whether it has carried a request before.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.reused = False
+        self.idle_since = 0.0
+        self._sock: socket.socket | None = None
+        self._ahead = b""  # received and not handed out yet
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # a number is not closed, and given away by the kernel, while `shut` uses it
+        self._is_shut = False
+        self._tick_s = 0.0
+
+    def open(self, timeout_s: float) -> None:
+        """Connect, through the proxy if there is one, and shake hands."""
+        endpoint = self.endpoint
+        via = endpoint.proxy
+        host, port = (via.host, via.port) if via else (endpoint.host, endpoint.port)
+        try:
+            sock = self._connect(host, port, timeout_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if endpoint.tls is not None:
+                if via is not None:
+                    self._ask_for_tunnel(via, timeout_s)
+                tls = endpoint.tls.wrap_socket(sock, server_hostname=endpoint.host, do_handshake_on_connect=False)
+                self._adopt(tls)
+                tls.do_handshake()
+        except OSError as exc:
+            raise _translate(exc, f"{host}:{port}", f"no connection to {host}:{port} within {timeout_s:g} s") from exc
+
+    def _connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        """To the first address that answers. Not `create_connection`, whose sockets nobody could shut meanwhile."""
+        last: OSError = OSError(errno.EADDRNOTAVAIL, "no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock: socket.socket | None = None
+            try:
+                sock = socket.socket(family, kind, protocol)
+                self._adopt(sock)
+                sock.settimeout(timeout_s)
+                sock.connect(address)
+            except OSError as exc:
+                last = exc
+                if sock is not None:
+                    sock.close()
+            else:
+                return sock
+        raise last
+
+    def _adopt(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sock = sock
+            if self._is_shut:
+                raise Failure("closed", "it was closed")
+
+    def _ask_for_tunnel(self, proxy: Proxy, timeout_s: float) -> None:
+        target = f"{self.endpoint.host}:{self.endpoint.port}"
+        if ":" in self.endpoint.host:
+            target = f"[{self.endpoint.host}]:{self.endpoint.port}"
+        login = {"Proxy-Authorization": proxy.authorization} if proxy.authorization else {}
+        self.send(encode_request("CONNECT", target, {"Host": target, **login}))
+        answer = self.read_answer(_Until(time.monotonic() + timeout_s))
+        if not 200 <= answer.status < 300:
+            failure = Failure("proxy", f"the proxy {proxy.host}:{proxy.port} answered {answer.status}", status=answer.status)
+            failure.action = "retry" if answer.status in (502, 503, 504) else "fail"
+            raise failure
+        if self._ahead:
+            raise Failure("proxy", f"the proxy {proxy.host}:{proxy.port} sent data before the server could")
+
+    def set_tick(self, tick_s: float) -> None:
+        """Wait no longer than this for bytes before the `Watch` is asked."""
+        if tick_s == self._tick_s or self._sock is None:
+            return
+        self._tick_s = tick_s
+        if self.endpoint.tls is not None:
+            self._sock.settimeout(tick_s)
+            return
+        # A blocking socket with SO_RCVTIMEO: settimeout makes it non-blocking, which undoes MSG_WAITALL.
+        self._sock.settimeout(None)
+        timeval = struct.pack("ll", int(tick_s), int(tick_s % 1 * 1e6) or int(tick_s < 1))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, int(tick_s)) * 10, 0))
+
+    def send(self, data: bytes) -> None:
+        """Send all of a request."""
+        try:
+            self._open_socket.sendall(data)
+        except OSError as exc:
+            raise _translate(exc, self.endpoint.authority, "the request could not be sent in time") from exc
+
+    def read_answer(self, watch: Watch) -> Answer:
+        """The head of the answer; informational ones (1xx) are passed over."""
+        while True:
+            status, is_new, headers = _parse_head(self._read_head(watch))
+            if status >= 200:
+                break
+        wishes = {wish.strip().lower() for value in headers.get_all("connection") for wish in value.split(",")}
+        reusable = "close" not in wishes if is_new else "keep-alive" in wishes
+        chunked = (headers.get("transfer-encoding") or "").lower() == "chunked"
+        length = headers.get("content-length") or ""
+        left: int | None = int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None
+        if chunked or status in (204, 304):
+            left = 0
+        return Answer(status, headers, reusable and left is not None, self, watch, left, chunked)
+
+    def _read_head(self, watch: Watch) -> bytes:
+        scan, raw = re.compile(rb"\n\r?\n"), bytearray(self._ahead)
+        self._ahead = b""
+        piece = memoryview(bytearray(_READ_AHEAD_NBYTES))
+        while (end := scan.search(raw)) is None:
+            if len(raw) > _HEAD_NBYTES:
+                raise Failure("protocol", f"the head of the answer is longer than {_HEAD_NBYTES} bytes")
+            got = self._receive(piece, watch, 0)
+            if not got:
+                raise Failure("lost", "the connection was closed without an answer")
+            raw += piece[:got]
+        self._ahead = bytes(raw[end.end() :])
+        return bytes(raw[: end.end()])
+
+    def read_line(self, watch: Watch) -> bytes:
+        """A line of the framing between chunks, without its end."""
+        piece = memoryview(bytearray(_READ_AHEAD_NBYTES))
+        while b"\n" not in self._ahead:
+            got = self._receive(piece, watch, 0)
+            if not got or len(self._ahead) > _HEAD_NBYTES:
+                raise Failure("truncated", "the connection ended between two chunks of the body")
+            self._ahead += piece[:got]
+        line, _, self._ahead = self._ahead.partition(b"\n")
+        return line.rstrip(b"\r")
+
+    def receive_into(self, view: memoryview, watch: Watch) -> int:
+        """Receive into memory: what came along with the head first. Returns the number of bytes; 0 when the connection ended."""
+        if self._ahead:
+            got = min(len(view), len(self._ahead))
+            view[:got] = self._ahead[:got]
+            self._ahead = self._ahead[got:]
+            watch.on_bytes(got)
+            return got
+        return self._receive(view[:_PIECE_NBYTES], watch, 0 if self.endpoint.tls is not None else socket.MSG_WAITALL)
+
+    def _receive(self, view: memoryview, watch: Watch, flags: int) -> int:
+        sock = self._open_socket
+        while True:
+            try:
+                got = sock.recv_into(view, len(view), flags)
+            except (BlockingIOError, TimeoutError):  # SO_RCVTIMEO; settimeout
+                watch.on_quiet()
+            except OSError as exc:
+                raise _translate(exc, self.endpoint.authority, "") from exc
+            else:
+                watch.on_bytes(got)
+                return got
+
+    @property
+    def _open_socket(self) -> socket.socket:
+        if self._sock is None:
+            raise Failure("lost", "the connection is closed")
+        return self._sock
+
+    @property
+    def has_surplus(self) -> bool:
+        """Whether more has come than was asked for, or the other side has closed: not to be used again."""
+        if self._ahead or self._sock is None:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def shut(self) -> None:
+        """End whatever another thread is waiting for on this connection."""
+        with self._lock:
+            self._is_shut = True
+            if self._sock is not None:
+                _shut_down(self._sock)
+
+    def close(self) -> None:
+        """Give back the descriptor. In a forked child the parent goes on using the connection."""
+        with self._lock:
+            sock, self._sock = self._sock, None
+            if sock is not None:
+                if self._pid == os.getpid():
+                    _shut_down(sock)
+                sock.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    # Not SSLSocket.shutdown, which forgets the TLS state first: a reader in another thread would be given ciphertext for data.
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+class _Until:
+    """A `Watch` over something short."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    def on_connection(self, connection: Connection) -> None:
+        """Nothing to keep: it is only waited for here."""
+
+    def on_waiting(self) -> None:
+        """No gate is in the way."""
+
+    def on_quiet(self) -> None:
+        self.on_bytes(0)
+
+    def on_bytes(self, nbytes: int) -> None:
+        del nbytes
+        if time.monotonic() > self._deadline:
+            raise Failure("stalled", "the proxy did not answer in time")
+
+
+def encode_request(method: str, target: str, headers: dict[str, str]) -> bytes:
+    """The head of a request. Raises `Failure` for what would let a name or value begin a header, or a request, of its own."""
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    if any(re.search(r"[\r\n\0]", line) for line in lines) or re.search(r"[^\x21-\x7e]", target):
+        raise Failure("status", "the request has characters that cannot be sent")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+
+
+_DNS_AGAIN: Final = (socket.EAI_AGAIN, socket.EAI_FAIL)
+
+
+def _translate(exc: OSError, where: str, timed_out: str) -> Failure:
+    """The failure of an exception of sockets or TLS."""
+    kind: Kind = "lost"
+    message = f"the connection to {where} failed: {exc.strerror or type(exc).__name__}"
+    if isinstance(exc, socket.gaierror):
+        kind, message = "dns", f"the host of {where} cannot be resolved: {exc.strerror}"
+    elif isinstance(exc, ConnectionRefusedError):
+        kind, message = "refused", f"the connection to {where} is refused"
+    elif isinstance(exc, ssl.SSLCertVerificationError):
+        kind, message = "certificate", f"the certificate of {where} cannot be trusted: {exc.verify_message}"
+    elif isinstance(exc, ssl.SSLError) and not isinstance(exc, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+        kind, message = "tls", f"TLS with {where} failed: {exc.reason or type(exc).__name__}"
+    elif isinstance(exc, (TimeoutError, BlockingIOError)):
+        kind, message = "stalled", timed_out
+    elif exc.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES):
+        kind = "unreachable"
+    failure = Failure(kind, message)
+    if isinstance(exc, socket.gaierror) and exc.errno in _DNS_AGAIN:
+        failure.action = "retry"
+    return failure
