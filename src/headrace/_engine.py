@@ -196,20 +196,20 @@ class Engine:
             raise StreamError(
                 "this stream was opened before a fork, and its readers stayed with the parent; open one in the child"
             )
+        if not self._threads:
+            self._caller_waits, self._turn = True, turn
+            self._reader()
         tick = _TICK_S if self.job.on_progress else None
         with self._state:
             self._caller_waits, self._turn = True, turn
             try:
                 while True:
-                    if self._errors:
-                        raise self._failure()
                     if self._stopped:
                         raise StreamError("the stream is closed")
+                    if self._errors:
+                        raise self._failure()
                     if self._can_take():
                         return self._take_ready()
-                    if not self._threads:
-                        self._reader()
-                        continue
                     if self._reader_waits and self._nothing_in_flight():
                         self._pool.wake()
                     if not self._state.wait(tick) and self.job.on_progress:
@@ -310,7 +310,7 @@ class Engine:
         first, *others = self._errors
         if isinstance(first, HeadraceError):
             first.others = tuple(others)
-        if not self.job.destinations:
+        if not self.job.destinations or not isinstance(first, Exception):  # an interrupt stays one
             return first
         error = LoadError(f"the load into given tensors stopped: {first}", filled=tuple(self.filled))
         error.__cause__ = first
