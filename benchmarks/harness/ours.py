@@ -34,7 +34,7 @@ def run(job: Job) -> Callable[[], Any]:
         with headrace.stream(folder, **arguments) as tensors:
             job.take(spin(tensors, tensors.stats.total_tensors))
         stats = tensors.stats.as_dict()
-        return {"stats": stats, "threads": stats["concurrency"]}, arguments.get("into")
+        return {"stats": stats, "threads": stats["concurrency"], "bytes": stats["read_nbytes"]}, arguments.get("into")
 
     return go
 
