@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -144,7 +144,7 @@ class Ledger:
         self.bytes_sent = 0
         self._entries: deque[Entry] = deque(maxlen=KEPT)
         self._log = log
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def connected(self) -> int:
         """Count a connection, and return its number."""
@@ -159,6 +159,7 @@ class Ledger:
             self.peak_inflight = max(self.peak_inflight, self.inflight)
             entry = Entry(head, self.inflight, connection, time.time())
             self._entries.append(entry)
+            self._lock.notify_all()
             return entry
 
     def asked(self, entry: Entry, start: int, end: int) -> None:
@@ -167,12 +168,14 @@ class Ledger:
         if entry.head.method == "GET":
             with self._lock:
                 self.bytes_asked += end - start
+                self._lock.notify_all()
 
     def sent(self, entry: Entry, nbytes: int) -> None:
         """Count bytes of a body that are about to be sent; negative, that were not."""
         with self._lock:
             entry.sent += nbytes
             self.bytes_sent += nbytes
+            self._lock.notify_all()
 
     def over(self, entry: Entry) -> None:
         """Count a request as over, the first time."""
@@ -180,6 +183,7 @@ class Ledger:
             if entry.took_s is None:
                 entry.took_s = time.perf_counter() - entry.began_at_s
                 self.inflight -= 1
+                self._lock.notify_all()
 
     def write(self, entry: Entry) -> None:
         """Write a request's line to the log file."""
@@ -187,6 +191,11 @@ class Ledger:
             with self._lock:
                 self._log.write(entry.line() + "\n")
                 self._log.flush()
+
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for the records or counts to be as wished."""
+        with self._lock:
+            return self._lock.wait_for(predicate, timeout_s)
 
     def records(self) -> list[Request]:
         """Return all that are kept, in the order in which they came."""

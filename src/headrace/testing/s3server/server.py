@@ -81,6 +81,7 @@ class S3Server:
         self._stopping = threading.Event()
         self._connections: dict[threading.Thread, socket.socket] = {}
         self._listener = socket.create_server((_HOST, port), backlog=1024)
+        self._port = int(self._listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept, name="headrace-s3server-accept", daemon=True)
         self._acceptor.start()
 
@@ -93,7 +94,7 @@ class S3Server:
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._listener.getsockname()[1])
+        return self._port
 
     @property
     def url(self) -> str:
@@ -129,6 +130,16 @@ class S3Server:
     def connections(self) -> int:
         """How many connections were opened."""
         return self._ledger.connections
+
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+        """Wait for `requests` or a count to be as wished; return whether they are.
+
+        Example:
+            >>> with S3Server({}) as server:
+            ...     server.wait_until(lambda: server.inflight == 0)
+            True
+        """
+        return self._ledger.wait_until(predicate, timeout_s)
 
     def forget(self) -> None:
         """Begin anew with `requests` and counts."""
