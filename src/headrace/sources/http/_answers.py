@@ -72,20 +72,21 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An answer whose body may be taken: its first `nbytes` bytes are those from the range's start on.
+    """An answer whose body may be taken: after `skip` bytes come `nbytes` bytes, those from the range's start on.
 
     Attributes:
+        skip: bytes of the body before the range, where the server sent the whole object.
         nbytes: bytes of the body that belong to the range; fewer than were asked for where the server sends less.
-        body_nbytes: bytes of the body; None where only its end tells.
         version: of the object.
-        ignored_range: whether the server sent the whole object instead of the range.
     """
 
     nbytes: int
-    body_nbytes: int | None
     version: Version
-    ignored_range: bool = False
+    skip: int = 0
 
+
+# So much is received and thrown away, to find the range in a whole object: what small files have in all, or a header.
+_SKIP_NBYTES: Final = 1 << 20
 
 _CONTENT_RANGE: Final = re.compile(r"bytes[ \t]+(?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)", re.IGNORECASE | re.ASCII)
 
@@ -130,7 +131,7 @@ def _empty_object(status: int, headers: Headers, asked: Asked) -> Accepted | Non
     """An object without bytes has no range that could be satisfied: 416 with 'bytes */0' is how some stores open one."""
     if status != 416 or asked.version is not None or parse_content_range(headers.get("content-range") or "") != (0, 0, 0):
         return None
-    return Accepted(0, None, Version.of(headers, 0))
+    return Accepted(0, Version.of(headers, 0))
 
 
 def _single_length(headers: Headers, status: int) -> int | None:
@@ -148,9 +149,9 @@ def _whole_object(headers: Headers, asked: Asked, length: int | None) -> Accepte
         raise Failure("range", "the server sent the whole object and not its size", status=200)
     version = Version.of(headers, length)
     _check_version(asked, version, 200)
-    if asked.start:
+    if asked.start > min(length, _SKIP_NBYTES):
         raise Failure("range", f"the server sent the whole object in answer to bytes {asked.start}-{asked.end - 1}", status=200)
-    return Accepted(min(asked.end, length), length, version, ignored_range=length > asked.end)
+    return Accepted(min(asked.end, length) - asked.start, version, skip=asked.start)
 
 
 def _part(headers: Headers, asked: Asked, length: int | None, told: list[str], status: int) -> Accepted:
@@ -169,7 +170,7 @@ def _part(headers: Headers, asked: Asked, length: int | None, told: list[str], s
         raise Failure("range", f"the server answered {wanted} with {told[0]}", status=status)
     if length is not None and length != end - start:
         raise Failure("range", f"the server announced {length} bytes as {told[0]}", status=status)
-    return Accepted(end - start, length, version)
+    return Accepted(end - start, version)
 
 
 def _check_version(asked: Asked, found: Version, status: int) -> None:

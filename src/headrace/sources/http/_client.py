@@ -375,7 +375,7 @@ def _wire_url(url: str) -> tuple[str, dict[str, str]]:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise SourceError(f"cannot open {public_url(url)}: it is no url", url=public_url(url)) from None
+        raise SourceError(f"cannot open {public_url(url)}", url=public_url(url)) from None
     userinfo, _, netloc = parts.netloc.rpartition("@")
     login = {}
     if userinfo:

@@ -255,7 +255,10 @@ def public_url(url: str) -> str:
     >>> public_url("https://me:pw@host/key?versionId=7&X-Amz-Signature=abc")
     'https://host/key?versionId=7&X-Amz-Signature=REDACTED'
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "a url that cannot be read"  # and so nobody knows where its secrets are
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     query = "&".join(f"{quote(name)}={quote(value) if name.lower() in _PLAIN_QUERY else HIDDEN}" for name, value in pairs)
     if parts.query and not pairs:

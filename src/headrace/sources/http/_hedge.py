@@ -11,7 +11,7 @@ import logging
 import threading
 
 from headrace.errors import SourceError
-from headrace.sources.http._answers import Asked
+from headrace.sources.http._answers import Accepted, Asked
 from headrace.sources.http._client import TICK_S, Client
 from headrace.sources.http._connection import Answer, Connection
 from headrace.sources.http._failures import Failure
@@ -38,9 +38,11 @@ class Landing:
         """The end of the range in the object."""
         return self.offset + len(self.view)
 
-    def receive(self, answer: Answer, nbytes: int) -> None:
-        """Receive so many bytes, counting each piece as it comes."""
-        end = self.done + nbytes
+    def receive(self, answer: Answer, accepted: Accepted) -> None:
+        """Receive what was accepted, counting each piece as it comes."""
+        if accepted.skip and len(answer.read(accepted.skip)) < accepted.skip:
+            raise Failure("truncated", "the body ended before the range began", status=answer.status)
+        end = self.done + accepted.nbytes
         while self.done < end:
             with self.view[self.done : end] as rest:
                 got = answer.receive_into(rest)
@@ -162,7 +164,7 @@ class Hedge:
         tries.begin()
         try:
             with client.ranged(Asked(landing.offset, landing.end, client.version), self._watch, tries) as (answer, accepted):
-                landing.receive(answer, accepted.nbytes)
+                landing.receive(answer, accepted)
         except (Failure, SourceError) as failure:
             log.debug("the second request for a slow range of %s failed: %s", client.url, failure)
         if landing.position == landing.end:

@@ -155,7 +155,10 @@ class Tries:
         if self._failed >= self._policy.attempts:
             self.limit = f", the limit of attempts={self._policy.attempts}"
             return None
-        return self._limited(self._delay(failure))
+        if failure.wait_s is not None and failure.wait_s > self._policy.longest_wait_s:
+            self.limit = f", and the server asks for a pause of {failure.wait_s:.0f} s"
+            return None
+        return self._before_deadline(self._delay(failure))
 
     def _delay(self, failure: Failure) -> float:
         if self.refused:
@@ -166,10 +169,7 @@ class Tries:
             return wait_s
         return failure.wait_s + min(wait_s, self._policy.backoff_s)  # not all at the same moment
 
-    def _limited(self, delay_s: float) -> float | None:
-        if delay_s > self._policy.longest_wait_s:
-            self.limit = f", and the server asks for a pause of {delay_s:.0f} s"
-            return None
+    def _before_deadline(self, delay_s: float) -> float | None:
         if delay_s >= self.left_s:
             self.limit = f" in deadline_s={self._policy.deadline_s:g}"
             return None

@@ -72,7 +72,7 @@ class HttpSource:
         try:
             with client.ranged(Asked(landing.position, landing.end, self.version), watch, tries) as (answer, accepted):
                 watch.begin_body()
-                landing.receive(answer, accepted.nbytes)
+                landing.receive(answer, accepted)
                 watch.settle()
         except Failure:
             if not watch.won():
@@ -120,7 +120,7 @@ def open_http(url: str, *, access: Access | None = None, prefix_nbytes: int = PR
         prefix = bytearray(wanted)
         landing = Landing(0, memoryview(prefix))
         with client.ranged(Asked(0, wanted), Patience(client, tries), tries) as (answer, accepted):
-            landing.receive(answer, accepted.nbytes)
+            landing.receive(answer, accepted)
         client.count(received_nbytes=landing.done)
         return accepted.version, bytes(prefix[: landing.done])
 
