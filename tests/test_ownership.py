@@ -441,10 +441,11 @@ needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), r
 
 @needs_smaps
 @pytest.mark.parametrize("memory_limit", [0, 16 * MIB])
-def test_a_caller_who_keeps_only_vectors_keeps_only_their_bytes(tmp_path: Path, memory_limit: int) -> None:
+@pytest.mark.parametrize("rows", [128, 1024])
+def test_a_caller_who_keeps_only_vectors_keeps_only_their_bytes(tmp_path: Path, memory_limit: int, rows: int) -> None:
     contents = {}
     for i in range(24):
-        contents[f"{i}.weight"] = random_entry("F32", (1024, 1024), seed=i)
+        contents[f"{i}.weight"] = random_entry("F32", (rows, 1024), seed=i)
         contents[f"{i}.norm"] = random_entry("F32", (1024,), seed=100 + i)
     path = write(tmp_path / "m.safetensors", contents)
     fill_memory(path)

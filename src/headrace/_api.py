@@ -207,7 +207,8 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
     def _pairs(self) -> Iterator[tuple[str, Any]]:
         # A generator is quicker than __next__, and this one keeps the stream alive in `for ... in headrace.stream(...)`.
-        yield from self._tensors
+        for pair in self._tensors:  # noqa: UP028 - with `yield from`, leaving a loop would close what `next` may go on with
+            yield pair
         self._engine.check_finished()
 
     def __next__(self) -> tuple[str, Any]:

@@ -212,7 +212,7 @@ class Pool:
         self._take_back()
         for lease in self._leases:
             if (owner := lease()) is not None:
-                weakref.finalize(owner, lease.region.give_back, lease.start, lease.start + lease.nbytes).atexit = False
+                weakref.finalize(owner, lease.region.give_back, lease.start, lease.start + lease.size).atexit = False
                 del owner
         for region in self._regions:
             for stretch in region.free:
