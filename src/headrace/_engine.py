@@ -84,7 +84,7 @@ class Engine:
         self.job, self.plan, self.progress = job, job.plan, progress
         self.pid = os.getpid()
         self.filled: list[str] = []
-        self._pool = Pool(job.plan.limits.memory_limit)
+        self._pool = Pool(job.plan.limits.memory_limit, sum(span.nbytes for span in job.plan.spans))
         self._order = threading.Lock()  # tickets: held while a span's memory is leased, so spans get memory in order
         self._state = threading.Condition()  # guards everything below
         self._next_read = 0  # written under _order

@@ -145,14 +145,18 @@ _Returned: TypeAlias = "queue.SimpleQueue[weakref.ref[Owner] | None]"
 class Pool:
     """The memory of one stream.
 
-    Attributes:
+    Args:
         limit: bytes that may be leased at once, those that the caller is known to keep aside. One lease is always granted.
+        expected_nbytes: bytes of all leases to come, if they are fewer than a region: no more address space is taken then.
+
+    Attributes:
         used_nbytes: leased and not known to be kept. `kept_nbytes`: kept by the caller.
         peak_nbytes: most bytes that were leased, kept or free but touched at once.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, expected_nbytes: int = _REGION_NBYTES) -> None:
         self.limit = limit
+        self._region_nbytes = min(_REGION_NBYTES, limit, expected_nbytes)
         self._most = limit + limit // 8  # leases are carved up to an eighth larger than what is touched of them
         self.used_nbytes = 0
         self.kept_nbytes = 0
@@ -257,8 +261,8 @@ class Pool:
         return self._regions[i], next(stretch for stretch in self._regions[i].free if stretch.start == start)
 
     def _map(self, size: int, large: bool) -> tuple[Region, Stretch]:
-        most = _REGION_NBYTES if large else _REGION_NBYTES // 16
-        region = Region(max(size, min(most, self.limit)), large=large)
+        most = self._region_nbytes if large else min(self._region_nbytes, _REGION_NBYTES // 16)
+        region = Region(max(size, most), large=large)
         self._regions.append(region)
         return region, region.free[0]
 

@@ -215,11 +215,10 @@ class TensorSlice:
         return loaded if rest is None else loaded[rest]
 
     def _load(self, wanted: Sequence[Basic] | None) -> torch.Tensor:
-        info = self._info
-        slices = {info.name: cast(Any, tuple(wanted))} if wanted and not _is_everything(wanted, len(info.shape)) else None
+        shape = self._info.shape
+        index = None if not wanted or _is_everything(wanted, len(shape)) else cast(Any, tuple(wanted))
         try:
-            # The limit is what keeps a small tensor in a small piece of address space.
-            return headrace.load(self._checkpoint, names=[info.name], slices=slices, memory_limit=info.nbytes)[info.name]
+            return headrace.read(self._checkpoint, self._info.name, index)
         except OptionError as exc:
             if isinstance(
                 exc.__cause__, (IndexError, TypeError, ValueError)
