@@ -8,7 +8,10 @@ from functools import lru_cache
 from headrace._machine import available_cpus, available_memory
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, MIB, Limits, SourceAbilities
-from headrace.sources.base import ByteSource, aligned_source
+from headrace.sources.base import ByteSource, aligned_source, is_remote
+
+NETWORK_CHUNK_NBYTES = 8 * MIB  # a request's overhead is small against it, and 16 in flight fill a fast link
+_NETWORK_CONCURRENCY = 16
 
 _MOST_AHEAD = 512 * MIB
 _LEAST_AHEAD = 64 * MIB
@@ -19,6 +22,8 @@ def abilities_of(source: ByteSource, *, mapped: bool) -> SourceAbilities:
     """What the planner has to know of a source. Whether it is cached is asked of its first chunk."""
     if mapped:
         return SourceAbilities("file", cached=True, mapped=True)
+    if is_remote(source):
+        return SourceAbilities("network", chunk_nbytes=NETWORK_CHUNK_NBYTES, gap_nbytes=MIB)
     if (aligned := aligned_source(source)) is not None:
         return SourceAbilities("file", cached=not aligned.prefers_direct(0, min(source.nbytes, CHUNK_NBYTES)))
     return SourceAbilities("memory")
@@ -48,12 +53,16 @@ def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int
     """
     cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
     least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
+    if any(ability.kind == "network" for ability in abilities):
+        least = _NETWORK_CONCURRENCY * NETWORK_CHUNK_NBYTES  # what is in flight needs its room
     wanted = max(least, sum(largest) + MIB)  # and what lies between them
     return wanted if wanted <= least else min(wanted, max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8)))
 
 
 def _automatic_concurrency(abilities: Sequence[SourceAbilities]) -> int:
     """Readers that copy out of the page cache keep a CPU busy each; readers that wait for a disk need more of them."""
+    if any(ability.kind == "network" for ability in abilities):
+        return _NETWORK_CONCURRENCY
     cpus = _cpus()
     return min(16, max(8, cpus)) if any(ability.cached is False for ability in abilities) else min(8, max(2, cpus))
 

@@ -84,6 +84,11 @@ def aligned_source(source: ByteSource) -> AlignedSource | None:
     return cast(AlignedSource, source) if hasattr(source, "read_direct_into") else None
 
 
+def is_remote(source: ByteSource) -> bool:
+    """Whether every read is a round trip over a network. Such a source says so with an attribute `is_remote`."""
+    return bool(getattr(source, "is_remote", False))
+
+
 @runtime_checkable
 class MappableSource(ByteSource, Protocol):
     """A source whose bytes can be mapped into memory where they lie."""
