@@ -1231,6 +1231,7 @@ def test_boto3_reads_writes_and_follows_regions(server: S3Server) -> None:
     client.close()
 
 
+@pytest.mark.leaky_ok("obstore keeps its runtime, whose descriptors stay open")
 def test_obstore_reads_and_lists(many: S3Server) -> None:
     obstore = pytest.importorskip("obstore")
     store = pytest.importorskip("obstore.store").S3Store(

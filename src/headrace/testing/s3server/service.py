@@ -227,7 +227,8 @@ class Service:
     def _about_bucket(self, route: Route) -> Answer:
         region = self.region_of(route.bucket)
         if not route.bucket:
-            names = "".join(f"<Bucket><Name>{text(name)}</Name></Bucket>" for name in self.buckets.names())
+            made = "<CreationDate>2006-03-14T00:00:00.000Z</CreationDate>"  # clients insist on one
+            names = "".join(f"<Bucket><Name>{text(name)}</Name>{made}</Bucket>" for name in self.buckets.names())
             inner = f"<Buckets>{names}</Buckets>"
             body = f'{XML_HEAD}<ListAllMyBucketsResult xmlns="{listing.NAMESPACE}">{inner}</ListAllMyBucketsResult>'
             return Answer(200, _XML, body.encode())
