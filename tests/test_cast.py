@@ -131,6 +131,11 @@ def test_the_callers_torch_keeps_its_threads() -> None:
         contents = {f"w{i}": random_entry("F32", (300 * KIB,), seed=i) for i in range(4)}
         headrace.load(WatchedSource(serialize(contents)), dtype="BF16", concurrency=4)
         assert torch.get_num_threads() == 2
+        later: list[int] = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join(30)
+        assert later == [2], "threads that are started later are the caller's too"
         assert torch.ones(1000, 1000).sum() == 1_000_000
     finally:
         torch.set_num_threads(before)

@@ -480,20 +480,42 @@ def test_a_forked_child_that_keeps_or_drops_tensors_changes_nothing_in_the_paren
 
 
 @forks
-def test_a_fork_at_any_moment_leaves_a_child_that_can_drop_the_stream_and_end() -> None:
-    contents = random_contents(*[300 * KIB] * 20, *[KIB] * 2000)
-    data = serialize(contents)
-    for turn in range(12):
-        tensors = headrace.stream(WatchedSource(data), memory_limit=MIB, concurrency=8)
-        for i, _ in enumerate(tensors):
-            if i == turn:
+@pytest.mark.slow
+def test_a_fork_at_any_moment_leaves_a_child_that_can_close_the_stream_and_end() -> None:
+    """A reader is held at one step after another, with whatever locks it has there, while the process forks."""
+    data = serialize(random_contents(*[300 * KIB] * 4))
+    for step in range(0, 400, 3):
+        held, release, done = threading.Event(), threading.Event(), threading.Event()
+        steps = itertools.count()
+        threading.setprofile(_hold_reader_at(step, steps, held, release, done))
+        try:
+            tensors = headrace.stream(WatchedSource(data), memory_limit=-1, concurrency=1)
+            with tensors:
+                threading.setprofile(None)
+                while not held.wait(0.05) and readers():
+                    pass
+                if not held.is_set():
+                    return
+                in_child(tensors.close)
+                release.set()
+        finally:
+            threading.setprofile(None)
+            release.set()
+    raise AssertionError("the reader never came to its end")
 
-                def child() -> None:
-                    tensors.close()  # noqa: B023
 
-                in_child(child)
-                del child
-        tensors.close()
+def _hold_reader_at(
+    step: int, steps: Iterator[int], held: threading.Event, release: threading.Event, done: threading.Event
+) -> Callable[[Any, str, Any], None]:
+    def profile(*_: Any) -> None:
+        if done.is_set() or not threading.current_thread().name.startswith("headrace-"):
+            return
+        if next(steps) == step:
+            done.set()
+            held.set()
+            release.wait(40)
+
+    return profile
 
 
 # ---- signals
