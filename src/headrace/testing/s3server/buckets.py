@@ -22,7 +22,7 @@ from typing import TypeAlias
 from headrace.testing.s3server.checksums import checksum
 from headrace.testing.s3server.errors import Refusal
 
-_CHUNK_NBYTES = 1 << 20
+_CHUNK_NBYTES = 256 << 10
 _XOR_55 = bytes(byte ^ 0x55 for byte in range(256))
 
 Content: TypeAlias = "bytes | str | os.PathLike[str]"
