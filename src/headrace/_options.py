@@ -7,8 +7,9 @@ This module is the only reader of the environment; nothing writes it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -191,3 +192,132 @@ def _checked_integer(name: str, value: object) -> int:
     if number is None or number < least:
         raise OptionError(f"{name} is {meaning}, not {value!r}", option=name)
     return number
+
+
+# ---- what other programs' variables say about networks and the hub
+
+HUB_ENDPOINT = "https://huggingface.co"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSettings:
+    """Proxies and trust, from the variables that curl, requests and the AWS tools read.
+
+    Attributes:
+        proxies: {"http": url, "https": url}, by the scheme of what is fetched.
+        no_proxy: hosts that are reached without, separated by commas.
+        ca_bundle: a PEM file of trusted CAs; None: the system's.
+    """
+
+    proxies: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    no_proxy: str = ""
+    ca_bundle: str | None = None
+
+    @classmethod
+    def from_environment(cls, *, aws: bool = False) -> NetworkSettings:
+        """Read HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY (lower case wins), REQUESTS_CA_BUNDLE and SSL_CERT_FILE.
+
+        Args:
+            aws: whether it is for S3: AWS_CA_BUNDLE is read too, and wins. It holds a private store's CA as a rule, which would
+                break everything else.
+        """
+        found = {scheme: _first_set(*_proxy_variables(scheme)) for scheme in ("http", "https")}
+        bundles = [*(["AWS_CA_BUNDLE"] if aws else []), "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"]
+        return cls(
+            proxies={scheme: proxy for scheme, proxy in found.items() if proxy},
+            no_proxy=_first_set("no_proxy", "NO_PROXY") or "",
+            ca_bundle=_first_set(*bundles),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """Where the Hugging Face hub is, and who asks, from the variables of its own client.
+
+    Attributes:
+        token: never shown; None: anonymous.
+        endpoint: of the hub or a mirror of it.
+    """
+
+    token: str | None = dataclasses.field(default=None, repr=False)
+    endpoint: str = HUB_ENDPOINT
+
+    @classmethod
+    def from_environment(cls) -> HubSettings:
+        """Read HF_ENDPOINT and HF_TOKEN, or else the file at HF_TOKEN_PATH, by default HF_HOME/token.
+
+        With HF_HUB_DISABLE_IMPLICIT_TOKEN there is no token but one given as an argument.
+        """
+        disabled = (_first_set("HF_HUB_DISABLE_IMPLICIT_TOKEN") or "").lower() in ("1", "on", "yes", "true")
+        token = None if disabled else _first_set("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") or _read_token(_token_path())
+        return cls(token=token, endpoint=(_first_set("HF_ENDPOINT") or HUB_ENDPOINT).rstrip("/"))
+
+
+def _first_set(*variables: str) -> str | None:
+    return next(filter(None, (os.environ.get(variable, "").strip() for variable in variables)), None)
+
+
+def _proxy_variables(scheme: str) -> list[str]:
+    """In a CGI program HTTP_PROXY is a header of the request that it answers (CVE-2016-5385)."""
+    upper = [] if scheme == "http" and "REQUEST_METHOD" in os.environ else [f"{scheme}_proxy".upper()]
+    return [f"{scheme}_proxy", *upper, "all_proxy", "ALL_PROXY"]
+
+
+def _token_path() -> str:
+    cache = _first_set("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    home = _first_set("HF_HOME") or os.path.join(cache, "huggingface")
+    return os.path.expanduser(os.path.expandvars(_first_set("HF_TOKEN_PATH") or os.path.join(home, "token")))
+
+
+def _read_token(path: str) -> str | None:
+    """A token file that is not there, or may not be read, is as good as none: most repositories need no token."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+# ---- names of stores that no library of theirs reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings:
+    """What the environment says about S3 and botocore does not read, or not before it makes a client.
+
+    Attributes:
+        endpoint: AWS_ENDPOINT_URL_S3, RUNAI_STREAMER_S3_ENDPOINT or AWS_ENDPOINT_URL; the first that is set.
+        region: AWS_REGION, which most AWS libraries read and botocore does not.
+        virtual_hosted: RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING; None: as it suits.
+        unsigned: RUNAI_STREAMER_S3_UNSIGNED.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    virtual_hosted: bool | None = None
+    unsigned: bool = False
+
+    @classmethod
+    def from_environment(cls) -> S3Settings:
+        """Read them now.
+
+        Raises:
+            OptionError: a switch that is neither on nor off.
+        """
+        return cls(
+            endpoint=_first_set("AWS_ENDPOINT_URL_S3", "RUNAI_STREAMER_S3_ENDPOINT", "AWS_ENDPOINT_URL"),
+            region=_first_set("AWS_REGION"),
+            virtual_hosted=_switch("RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"),
+            unsigned=bool(_switch("RUNAI_STREAMER_S3_UNSIGNED")),
+        )
+
+
+def _switch(variable: str) -> bool | None:
+    text = (_first_set(variable) or "").lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    if text:
+        raise OptionError(f"environment variable {variable}={text!r} is 1 or 0", option=variable)
+    return None
