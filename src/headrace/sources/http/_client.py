@@ -24,7 +24,7 @@ from headrace.sources.http._connection import Answer, Connection, Watch, encode_
 from headrace.sources.http._endpoint import Endpoint
 from headrace.sources.http._failures import Failure, explain, public_url, scrub, secrets_of
 from headrace.sources.http._pool import Line, lines
-from headrace.sources.http._retry import Pace, Tries, parse_rate_limit, wait_asked_for
+from headrace.sources.http._retry import Gate, Pace, Tries, parse_rate_limit, wait_asked_for
 
 log = logging.getLogger("headrace")
 
@@ -108,19 +108,25 @@ class Client:
         self.traffic = Traffic()
         self.closed = False
         self._url, self._login = _wire_url(url)
-        self._origin = self._checked_origin()
         self._located: tuple[str, bool] | None = None  # where the last redirect led: (url, whether it is the same host)
-        self._pinned_at: str | None = None
+        self._pinned_at: Endpoint | None = None
+        self._endpoints: dict[str, Endpoint] = {}
         self._counting = threading.Lock()
         self._process = _Here()
-
-    def _checked_origin(self) -> str:
         try:
-            return _origin(self.access.endpoint(self._url))
+            self._home = self._endpoint(self._url)
+        except OptionError:
+            raise
         except ValueError as exc:
-            if isinstance(exc, OptionError):
-                raise
             raise SourceError(f"cannot open {self.url}: it is {exc}", url=self.url) from None
+
+    def _endpoint(self, url: str) -> Endpoint:
+        """Where requests for this url go; worked out once for all urls of a host. Raises ValueError as `Access.endpoint` does."""
+        origin = url[: url.find("/", url.find("//") + 2)]
+        found = self._endpoints.get(origin)
+        if found is None:
+            found = self._endpoints[origin] = self.access.endpoint(url)
+        return found
 
     # ---- the life of it
 
@@ -152,7 +158,7 @@ class Client:
     @property
     def pace(self) -> Pace:
         """How fast ranges came lately from where they last came from."""
-        return self.here.line(self.access.endpoint((self._located or (self._url, True))[0])).pace
+        return self.here.line(self._endpoint((self._located or (self._url, True))[0])).pace
 
     # ---- patience
 
@@ -228,7 +234,7 @@ class Client:
                     if hop:
                         self._located = url, ours
                     if self._pinned_at is None:
-                        self._pinned_at = _origin(self.access.endpoint(url))
+                        self._pinned_at = self._endpoint(url)
                     yield answer
                     return
                 answer.read(_COMPLAINT_NBYTES)
@@ -236,12 +242,12 @@ class Client:
         raise Failure("redirect", f"it was redirected more than {_HOPS} times")
 
     def _request(self, url: str, ours: bool, asked: Asked | None, refused: bool) -> Request:
-        endpoint = self.access.endpoint(url)
+        endpoint = self._endpoint(url)
         headers = {"Host": endpoint.authority, **_OURS}
         if asked is not None:
             headers["Range"] = f"bytes={asked.start}-{asked.end - 1}"
             # A hub does not know the ETag that its CDN told us.
-            if asked.version is not None and self._pinned_at == _origin(endpoint):
+            if asked.version is not None and self._pinned_at is endpoint:
                 headers |= asked.version.precondition
         if ours:
             headers |= self._login | dict(self.access.headers)
@@ -254,12 +260,12 @@ class Client:
             return None
         url, _ = _wire_url(urljoin(sent.url, location))
         try:
-            endpoint = self.access.endpoint(url)
+            endpoint = self._endpoint(url)
         except ValueError:
             return None
         if sent.url.startswith("https:") and endpoint.scheme != "https":
             raise Failure("redirect", f"it leads from https to {public_url(url)}, without encryption", status=answer.status)
-        return (url, _origin(endpoint) == self._origin) if allow(sent.url, url, answer.headers) else None
+        return (url, endpoint == self._home) if allow(sent.url, url, answer.headers) else None
 
     def _judge(self, answer: Answer, sent: Request, asked: Asked | None, located: tuple[str, bool] | None) -> None:
         """Raise what the store says when the answer is no success."""
@@ -283,7 +289,7 @@ class Client:
     def _exchange(self, request: Request, ours: bool, watch: Watch, tries: Tries) -> Iterator[tuple[Answer, Request]]:
         """Send a request when the gate lets it, and see to the connection afterwards."""
         here, clock = self.here, self.access.timing.clock
-        gate = here.line(self.access.endpoint(request.url)).gate
+        gate = here.line(self._endpoint(request.url)).gate
         quiet_s = gate.quiet_s(clock())
         if quiet_s >= tries.left_s:
             raise Failure("deadline", f"the server asks for a pause of {quiet_s:.0f} s")
@@ -297,11 +303,11 @@ class Client:
             connection, line, answer, sent = self._ask(here, request, ours, watch)
             yield answer, sent
             succeeded = usable = True
-            self._keep_quiet(here, request, parse_rate_limit(answer.headers, self.access.timing.now()))
+            self._keep_quiet(gate, parse_rate_limit(answer.headers, self.access.timing.now()))
         except Failure as failure:
             throttled, usable = failure.action == "throttled", failure.status is not None
             if throttled:
-                self._keep_quiet(here, request, failure.wait_s)
+                self._keep_quiet(gate, failure.wait_s)
             raise
         finally:
             gate.leave(ticket, throttled=throttled, succeeded=succeeded)
@@ -312,16 +318,16 @@ class Client:
                 else:
                     connection.close()
 
-    def _keep_quiet(self, here: _Here, request: Request, wait_s: float | None) -> None:
-        if wait_s and wait_s <= self.access.policy.longest_wait_s and not self.closed:
-            here.line(self.access.endpoint(request.url)).gate.keep_quiet(self.access.timing.clock() + wait_s)
+    def _keep_quiet(self, gate: Gate, wait_s: float | None) -> None:
+        if wait_s and wait_s <= self.access.policy.longest_wait_s:
+            gate.keep_quiet(self.access.timing.clock() + wait_s)
 
     def _ask(self, here: _Here, request: Request, ours: bool, watch: Watch) -> tuple[Connection, Line, Answer, Request]:
         """Sign and send, on a connection that waits if there is one; if the server has closed that meanwhile, on a new one."""
         allow_reuse = True
         while True:
             signed = self._signed(request) if ours else request
-            line = here.line(self.access.endpoint(signed.url))
+            line = here.line(self._endpoint(signed.url))
             connection = (line.take() if allow_reuse else None) or Connection(line.endpoint)
             try:
                 here.adopt(connection)
@@ -357,17 +363,13 @@ class Client:
 
 
 def _encoded(request: Request, endpoint: Endpoint) -> bytes:
-    headers, parts = dict(request.headers), urlsplit(request.url)
-    target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+    headers = dict(request.headers)
+    target = request.url[request.url.find("/", request.url.find("//") + 2) :]
     if endpoint.proxy is not None and endpoint.tls is None:
         target = f"http://{endpoint.authority}{target}"
         if endpoint.proxy.authorization:
             headers["Proxy-Authorization"] = endpoint.proxy.authorization
     return encode_request(request.method, target, headers)
-
-
-def _origin(endpoint: Endpoint) -> str:
-    return f"{endpoint.scheme}://{endpoint.authority}"
 
 
 def _wire_url(url: str) -> tuple[str, dict[str, str]]:

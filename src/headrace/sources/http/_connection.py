@@ -354,10 +354,10 @@ class _Until:
 
 def encode_request(method: str, target: str, headers: dict[str, str]) -> bytes:
     """The head of a request. Raises `Failure` for what would let a name or value begin a header, or a request, of its own."""
-    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-    if any(re.search(r"[\r\n\0]", line) for line in lines) or re.search(r"[^\x21-\x7e]", target):
+    fields = [f"{name}: {value}" for name, value in headers.items()]
+    if re.search(r"[\r\n\0]", "".join(fields)) or re.search(r"[^\x21-\x7e]", target):
         raise Failure("status", "the request has characters that cannot be sent")
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+    return "\r\n".join([f"{method} {target} HTTP/1.1", *fields, "\r\n"]).encode("latin-1", "replace")
 
 
 _DNS_AGAIN: Final = (socket.EAI_AGAIN, socket.EAI_FAIL)

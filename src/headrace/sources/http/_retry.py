@@ -94,11 +94,12 @@ def parse_rate_limit(headers: Headers, now: float) -> float | None:
     Both forms: `RateLimit: "resolvers";r=0;t=12` (draft-ietf-httpapi-ratelimit-headers-10, which the hub sends) and the older
     `[X-]RateLimit-Remaining` with `-Reset` in seconds, or seconds since 1970.
     """
-    fields = [dict(_RATE_LIMIT.findall(item)) for item in (headers.get("ratelimit") or "").split(",")]
+    limits = headers.get("ratelimit")
+    fields = [dict(_RATE_LIMIT.findall(item)) for item in limits.split(",")] if limits else []
     waits = [float(found["t"]) for found in fields if found.get("r") == "0" and "t" in found]
     for prefix in ("ratelimit", "x-ratelimit"):
-        reset = (headers.get(f"{prefix}-reset") or "").strip()
-        if (headers.get(f"{prefix}-remaining") or "").strip() == "0" and re.fullmatch(r"[0-9]{1,12}", reset):
+        reset = headers.get(f"{prefix}-reset") or ""
+        if headers.get(f"{prefix}-remaining") == "0" and re.fullmatch(r"[0-9]{1,12}", reset):
             waits.append(float(reset) if int(reset) < 10**9 else max(0.0, int(reset) - now))
     return max(waits, default=None)
 
