@@ -1,0 +1,208 @@
+"""Who asks: credentials and configuration, from what was given and from botocore, and the signature on each request.
+
+Keys are asked for at every try, so that those that botocore renews are always fresh; keys that the store calls expired are
+fetched anew, files and environment included. No secret is kept anywhere but in the credentials themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from headrace._options import S3Settings
+from headrace.errors import OptionError, SourceError
+from headrace.sources.s3._address import Place
+from headrace.sources.s3._errors import CredentialsError
+
+_OLDEST_REGION: Final = "us-east-1"  # who asks there for a bucket that is elsewhere is told where
+_NO_KEYS: Final = (
+    "no AWS credentials were found. Give an access key, a profile or a role, as for the aws command; "
+    "for a public bucket ask anonymously (S3Credentials(anonymous=True), or RUNAI_STREAMER_S3_UNSIGNED=1)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Credentials:
+    """Who asks, and where; the same for listing, reading and pulling. None: as the environment and ~/.aws say.
+
+    Attributes:
+        access_key_id, secret_access_key, session_token: keys; all from one place, so that one without the other is refused.
+        region: of the buckets; found out where it is another.
+        endpoint: http(s)://host[:port] of a store that is not Amazon's.
+        profile: in ~/.aws/config.
+        anonymous: sign nothing.
+        requester_pays: agree to pay for reading others' buckets.
+        virtual_hosted: bucket in the host's name (True) or in the path (False); None: as it suits.
+
+    Raises:
+        OptionError: half a pair of keys, or keys and anonymous at once.
+    """
+
+    access_key_id: str | None = None
+    secret_access_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    region: str | None = None
+    endpoint: str | None = None
+    profile: str | None = None
+    anonymous: bool = False
+    requester_pays: bool = False
+    virtual_hosted: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if bool(self.access_key_id) != bool(self.secret_access_key):
+            raise OptionError("access_key_id and secret_access_key are given together", option="credentials")
+        if self.session_token and not self.access_key_id:
+            raise OptionError("session_token is given with the access key that it belongs to", option="credentials")
+        if self.anonymous and self.access_key_id:
+            raise OptionError("who is anonymous has no access key", option="credentials")
+
+
+GiveCredentials: TypeAlias = "Callable[[], S3Credentials]"
+
+
+def _botocore(module: str) -> Any:
+    try:
+        return importlib.import_module(f"botocore.{module}")
+    except ImportError as exc:
+        raise OptionError("s3:// needs botocore, which is not installed: pip install 'headrace[s3]'", option="url") from exc
+
+
+class Identity:
+    """Credentials that can be renewed, and configuration that stays.
+
+    Args:
+        given: what the caller wants; a function is asked again when what it gave has expired.
+        settings: what the environment says that botocore does not read.
+
+    Attributes:
+        given: as it was at the beginning; everything but keys counts for good.
+    """
+
+    def __init__(self, given: S3Credentials | GiveCredentials | None, settings: S3Settings) -> None:
+        self._give = given if callable(given) else None
+        self.given = given() if callable(given) else given or S3Credentials()
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self._keys: Any = None
+        self._latest = self.given
+        self._spent = False
+
+    @property
+    def anonymous(self) -> bool:
+        """Whether nothing is signed."""
+        return self.given.anonymous or (self._settings.unsigned and not self.given.access_key_id)
+
+    @property
+    def renewable(self) -> bool:
+        """Whether asking again may bring other keys."""
+        return not self.anonymous and (self._give is not None or not self.given.access_key_id)
+
+    def region(self) -> str:
+        """Where buckets are supposed to be."""
+        return self.given.region or self._settings.region or self._configured("region") or _OLDEST_REGION
+
+    def ca_bundle(self) -> str | None:
+        """A file of CAs to trust, from AWS_CA_BUNDLE or the profile."""
+        found: str | None = self._configured("ca_bundle")
+        return found
+
+    def place(self) -> Place:
+        """Where buckets are: AWS_ENDPOINT_URL_S3 before AWS_ENDPOINT_URL before the profile's, as in botocore."""
+        virtual = self.given.virtual_hosted
+        if virtual is None:
+            virtual = self._settings.virtual_hosted
+        if virtual is None:
+            style = (self._scoped().get("s3") or {}).get("addressing_style")
+            virtual = {"path": False, "virtual": True}.get(str(style))
+        fips, dualstack = (bool(self._configured(name)) for name in ("use_fips_endpoint", "use_dualstack_endpoint"))
+        return Place(endpoint=self.given.endpoint or self._endpoint(), virtual=virtual, fips=fips, dualstack=dualstack)
+
+    def sign(self, url: str, headers: Mapping[str, str], *, region: str) -> dict[str, str]:
+        """Headers that sign a GET of this url.
+
+        Args:
+            url: as it goes over the wire.
+            headers: that will be sent; Host and those of x-amz- are signed.
+            region: for which the signature counts.
+
+        Raises:
+            CredentialsError: there are no keys, or they cannot be had.
+        """
+        if self.anonymous:
+            return {}
+        keys = self._frozen()
+        signed = {name: value for name, value in headers.items() if name.lower() == "host" or name.lower().startswith("x-amz-")}
+        request = _botocore("awsrequest").AWSRequest(method="GET", url=url, headers=signed)
+        _botocore("auth").S3SigV4Auth(keys, "s3", region).add_auth(request)
+        return {name: str(value) for name, value in request.headers.items() if name.lower() != "host"}
+
+    def note_refusal(self) -> None:
+        """Have the next signature made with newer keys: the store does not take these any more."""
+        self._spent = True
+
+    def _frozen(self) -> Any:
+        with self._lock:
+            if self._spent:
+                self._spent = False
+                self._forget_keys()
+            if self._keys is None:
+                self._keys = self._asked(self._find_keys)
+            keys = self._keys
+        return self._asked(keys.get_frozen_credentials)  # botocore renews them when their time is nearly over
+
+    def _forget_keys(self) -> None:
+        self._keys = None
+        if self._give is not None:
+            self._latest = self._give()
+        else:
+            self._session = None  # a new one reads files and environment again
+
+    def _find_keys(self) -> Any:
+        given = self._latest
+        if given.access_key_id:
+            return _botocore("credentials").Credentials(given.access_key_id, given.secret_access_key, given.session_token)
+        keys = self._open_session().get_credentials()
+        if keys is None:
+            raise CredentialsError(_NO_KEYS)
+        return keys
+
+    # ---- configuration
+
+    def _open_session(self) -> Any:
+        if self._session is None:
+            self._session = _botocore("session").Session(profile=self.given.profile)
+        return self._session
+
+    def _configured(self, name: str) -> Any:
+        return self._asked(lambda: self._open_session().get_config_variable(name))
+
+    def _scoped(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._asked(lambda: self._open_session().get_scoped_config())
+        return found
+
+    def _endpoint(self) -> str | None:
+        if self._configured("ignore_configured_endpoint_urls"):
+            return None
+        if self._settings.endpoint:
+            return self._settings.endpoint
+        scoped = self._scoped()
+        services = self._asked(lambda: self._open_session().full_config).get("services") or {}
+        ours = (services.get(scoped.get("services")) or {}).get("s3") or {}
+        return ours.get("endpoint_url") or scoped.get("endpoint_url") or None
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """What botocore answers; what it raises becomes ours here."""
+        try:
+            return ask()
+        except (SourceError, OptionError):
+            raise
+        except _botocore("exceptions").BotoCoreError as exc:
+            kwargs = getattr(exc, "kwargs", {})
+            # What a credential_process prints may be a secret.
+            said = f"{kwargs['provider']} failed" if "error_msg" in kwargs and "provider" in kwargs else str(exc)
+            raise CredentialsError(f"cannot get AWS credentials: {type(exc).__name__}: {said}") from None

@@ -1,0 +1,78 @@
+"""PURE: a page of ListObjectsV2, from its XML to plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object of a listing.
+
+    Attributes:
+        key: all of it.
+        name: the key without the folder's prefix.
+        nbytes: its size.
+        etag: without quotes, which some stores leave out.
+    """
+
+    key: str
+    name: str
+    nbytes: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One answer of a listing: objects, whether there are folders, and the token of the next page, if there is one."""
+
+    entries: tuple[Entry, ...]
+    has_folders: bool
+    token: str | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing at all is under the prefix."""
+        return not self.entries and not self.has_folders
+
+
+def parse_page(body: bytes, *, prefix: str) -> Page:
+    """Read a page.
+
+    Args:
+        body: the answer.
+        prefix: what was asked for; keys that do not begin with it are no part of the folder.
+
+    Raises:
+        ValueError: it is no page of a listing.
+    """
+    try:
+        root = ElementTree.fromstring(body)
+    except ElementTree.ParseError as exc:
+        raise ValueError(f"it is not XML ({exc})") from None
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]  # each store has a namespace of its own, or none
+    if root.tag != "ListBucketResult":
+        raise ValueError(f"it is {root.tag!r}, and no list of objects")
+    encoded = root.findtext("EncodingType") == "url"
+    entries = tuple(_entry(found, prefix, encoded) for found in root.iterfind("Contents"))
+    token = root.findtext("NextContinuationToken") or None
+    if root.findtext("IsTruncated") == "true" and token is None:
+        raise ValueError("it is not the last page and names no next one")
+    return Page(tuple(entry for entry in entries if entry.key.startswith(prefix)), root.find("CommonPrefixes") is not None, token)
+
+
+def _entry(found: ElementTree.Element, prefix: str, encoded: bool) -> Entry:
+    key = found.findtext("Key") or ""
+    key = unquote_plus(key, errors="surrogateescape") if encoded else key
+    size = found.findtext("Size") or ""
+    if not key or not (size.isascii() and size.isdigit()):
+        raise ValueError("it has an object without key or size")
+    return Entry(key, key[len(prefix) :], int(size), (found.findtext("ETag") or "").strip('"'))
+
+
+def is_marker(entry: Entry) -> bool:
+    """Whether it stands for a folder and is no file: what consoles ('a/'), Hadoop ('a_$folder$') and the like leave behind."""
+    return not entry.name or (entry.nbytes == 0 and entry.name.endswith(("/", "_$folder$")))

@@ -1,0 +1,352 @@
+"""Buckets, folders and objects: names and signatures around `headrace.sources.http`, which carries the bytes.
+
+A bucket knows its region. Where a store says that it is another one, the answer is remembered, and the next try is signed for it
+and goes to its host; all sources and listings of a store profit from that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+from headrace._options import NetworkSettings, S3Settings
+from headrace.errors import OptionError, SourceError
+from headrace.sources.base import ByteSource
+from headrace.sources.http import (
+    Access,
+    Headers,
+    HttpError,
+    Request,
+    StoreError,
+    Traffic,
+    UnsatisfiableError,
+    Version,
+    WrongAnswerError,
+    fetch,
+    open_http,
+)
+from headrace.sources.memory import MemorySource
+from headrace.sources.s3._address import Place, encode_query, escape, join_url, parse_url
+from headrace.sources.s3._errors import ObjectNotFoundError, parse_complaint, store_error, translate
+from headrace.sources.s3._identity import GiveCredentials, Identity, S3Credentials
+from headrace.sources.s3._listing import Entry, Page, is_marker, parse_page
+
+PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
+
+
+class S3Store:
+    """S3, or a store that speaks its language, as one set of credentials sees it. Make one for all that is loaded together.
+
+    Args:
+        credentials: who asks, and where; a function that returns them is asked again when they have expired. None: as for the
+            aws command.
+        access: patience, proxies and trusted CAs, for all buckets; None: the usual patience, the rest from the environment.
+        settings: what the environment says; read now where it is None.
+
+    Raises:
+        OptionError: an endpoint that is none, or botocore is missing.
+        CredentialsError: there is no such profile.
+
+    Example:
+        >>> store = S3Store(S3Credentials(anonymous=True, region="us-west-2"))  # doctest: +SKIP
+        >>> store.open("s3://models/minilm/model.safetensors").nbytes  # doctest: +SKIP
+        90868376
+    """
+
+    def __init__(
+        self,
+        credentials: S3Credentials | GiveCredentials | None = None,
+        *,
+        access: Access | None = None,
+        settings: S3Settings | None = None,
+    ) -> None:
+        self._identity = Identity(credentials, settings if settings is not None else S3Settings.from_environment())
+        self._place = self._identity.place()
+        self._region = self._identity.region()
+        access = access if access is not None else _usual_access(self._identity.ca_bundle())
+        payer = {"x-amz-request-payer": "requester"} if self._identity.given.requester_pays else {}
+        tls = access.tls if access.tls is not None else self._identity.ca_bundle()
+        self._access = replace(access, headers={**access.headers, **payer}, tls=tls, allow_redirect=None)
+        self._buckets: dict[str, _Bucket] = {}
+        self._lock = threading.Lock()
+
+    def open(self, url: str, *, prefix_nbytes: int = PREFIX_NBYTES) -> S3Source:
+        """Open the object s3://bucket/key with one GET of its first bytes. See `open_s3`."""
+        name, key = parse_url(url)
+        if not key:
+            raise OptionError(f"{url} names no object but a bucket; a folder of it is an S3Folder", option="url")
+        bucket = self._bucket(name)
+        with bucket.explained(key):
+            try:
+                return S3Source(open_http(bucket.url(key), access=bucket.access, prefix_nbytes=prefix_nbytes), bucket, key)
+            except UnsatisfiableError:
+                empty = _open_empty(bucket, key)
+                if empty is None:
+                    raise
+                return empty
+
+    def folder(self, url: str) -> S3Folder:
+        """The objects under s3://bucket/prefix. See `S3Folder`."""
+        return S3Folder(url, store=self)
+
+    def _bucket(self, name: str) -> _Bucket:
+        with self._lock:
+            return self._buckets.setdefault(name, _Bucket(name, self._identity, self._place, self._region, self._access))
+
+
+def _usual_access(ca_bundle: str | None) -> Access:
+    found = NetworkSettings.from_environment(aws=True)
+    return Access(proxies=found.proxies, no_proxy=found.no_proxy, tls=ca_bundle or found.ca_bundle)
+
+
+class _Bucket:
+    """One bucket: where it is, and how it is reached."""
+
+    def __init__(self, name: str, identity: Identity, place: Place, region: str, access: Access) -> None:
+        self.name = name
+        self._identity, self._place, self._region = identity, place, region
+        self.access = replace(access, authorize=self._authorize, parse_error=self._parse_error)
+
+    @property
+    def base(self) -> str:
+        """Its url on the wire."""
+        return self._place.base(self.name, self._region)
+
+    def url(self, key: str) -> str:
+        """The url of an object on the wire."""
+        return f"{self.base}/{escape(key, safe='/')}"
+
+    def list_page(self, query: Mapping[str, str]) -> bytes:
+        """A page of a listing."""
+        base = self.base
+        slash = "" if urlsplit(base).path else "/"
+        _, body = fetch(f"{base}{slash}?{encode_query(query)}", access=self.access)
+        return body
+
+    @contextmanager
+    def explained(self, key: str, *, listing: bool = False) -> Iterator[None]:
+        """Make errors of what is done here errors about the object, or the folder."""
+        try:
+            yield
+        except SourceError as exc:
+            raise self.explain(exc, key, listing=listing) from exc
+
+    def explain(self, error: SourceError, key: str, *, listing: bool = False) -> SourceError:
+        """The error as one about the object, or the folder."""
+        url = join_url(self.name, key)
+        return translate(error, bucket=self.name, key=key, url=url, base=self.base, listing=listing)
+
+    def _authorize(self, request: Request) -> Request:
+        region = self._region
+        netloc = urlsplit(self._place.base(self.name, region)).netloc
+        scheme, asked_at, path, query, _ = urlsplit(request.url)
+        headers = dict(request.headers)
+        url = request.url
+        if netloc != asked_at:  # the bucket has turned out to be elsewhere
+            url, headers["Host"] = urlunsplit((scheme, netloc, path, query, "")), netloc
+        headers |= self._identity.sign(url, headers, region=region)
+        return replace(request, url=url, headers=headers)
+
+    def _parse_error(self, status: int, headers: Headers, body: bytes) -> StoreError:
+        complaint = parse_complaint(headers, body)
+        elsewhere = bool(complaint.region) and (status in (301, 307) or complaint.code in _ABOUT_REGIONS)
+        if elsewhere:
+            self._region = complaint.region
+        error = store_error(complaint, elsewhere=elsewhere, renewable=self._identity.renewable)
+        if error.action == "refresh" and not elsewhere:
+            self._identity.note_refusal()
+        return error
+
+
+_ABOUT_REGIONS: Final = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect")
+
+
+class S3Source:
+    """An object, readable at any offset from several threads. Made by `open_s3`, `S3Store.open` and `S3Folder.open`.
+
+    Attributes:
+        url: s3://bucket/key.
+        nbytes, version: when it was opened.
+    """
+
+    def __init__(self, source: ByteSource, bucket: _Bucket, key: str) -> None:
+        self.url = join_url(bucket.name, key)
+        self.nbytes = source.nbytes
+        self.version = source.version
+        self._source, self._bucket, self._key = source, bucket, key
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the network so far, the opening included."""
+        found = getattr(self._source, "traffic", None)
+        return found if isinstance(found, Traffic) else Traffic(requests=2, failed=1)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`.
+
+        Raises:
+            SourceChangedError: the object is no longer the one that was opened.
+            SourceError: any other failure; the classes are those of this package and of `headrace.sources.http`.
+        """
+        try:
+            self._source.read_into(offset, buffer)
+        except SourceError as exc:
+            raise self._bucket.explain(exc, self._key) from exc
+
+    def check_unchanged(self) -> None:
+        """Do nothing: every answer was compared with the version that was opened."""
+        with self._bucket.explained(self._key):
+            self._source.check_unchanged()
+
+    def close(self) -> None:
+        """End reads that are under way in other threads, with `SourceError`. May be called twice."""
+        self._source.close()
+
+
+def _open_empty(bucket: _Bucket, key: str) -> S3Source | None:
+    """An object without bytes, from which no range can be had; None if it has bytes after all."""
+    url = bucket.url(key)
+    headers, body = fetch(url, access=bucket.access, limit_nbytes=PREFIX_NBYTES)
+    if body:
+        return None
+    source = S3Source(MemorySource(b"", url=url), bucket, key)
+    source.version = Version.of(headers, 0)
+    return source
+
+
+class S3Folder:
+    """The objects of a bucket whose keys begin with a prefix and a slash: 's3://bucket/m' is 'm/...', and never 'm2/...'.
+
+    Args:
+        url: s3://bucket/prefix, with or without a slash at its end; s3://bucket is all of it.
+        credentials, access: as for `S3Store`.
+        store: where others are opened as well; instead of `credentials` and `access`.
+
+    Raises:
+        As `S3Store`.
+
+    Example:
+        >>> with headrace.open(S3Folder("s3://models/llama")) as checkpoint:  # doctest: +SKIP
+        ...     len(checkpoint)
+        291
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        credentials: S3Credentials | GiveCredentials | None = None,
+        access: Access | None = None,
+        store: S3Store | None = None,
+    ) -> None:
+        if store is not None and (credentials is not None or access is not None):
+            raise OptionError("a store has credentials and access of its own", option="store")
+        bucket, prefix = parse_url(url)
+        prefix = prefix.rstrip("/")
+        self.url = join_url(bucket, prefix)
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._store = store if store is not None else S3Store(credentials, access=access)
+        self._bucket = self._store._bucket(bucket)
+
+    def names(self) -> list[str]:
+        """Names of the objects directly under the prefix, sorted; without markers of folders.
+
+        Raises:
+            BucketNotFoundError, ObjectNotFoundError: there is no such bucket, or nothing under the prefix.
+            AccessDeniedError: the credentials do not allow to list.
+        """
+        return [entry.name for entry in self.list_keys(recursive=False)]
+
+    def list_keys(self, *, recursive: bool = True) -> list[Entry]:
+        """The objects under the prefix, sorted by name, without markers of folders; at any depth where it is recursive.
+
+        Raises:
+            As `names`.
+        """
+        pages = list(self._pages(recursive))
+        if self._prefix and all(page.is_empty for page in pages):
+            raise self._no_such_prefix()
+        found = {entry.name: entry for page in pages for entry in page.entries if not is_marker(entry)}
+        return [found[name] for name in sorted(found) if recursive or "/" not in name]
+
+    def open(self, name: str) -> S3Source:
+        """Open an object by its name under the prefix, which may have slashes. Listing is not needed, or allowed, for it.
+
+        Raises:
+            ObjectNotFoundError: it does not exist, or the name leads out of the folder.
+        """
+        key = self._prefix + name
+        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+            url = join_url(self._bucket.name, key)
+            raise ObjectNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
+        return self._store.open(join_url(self._bucket.name, key))
+
+    def _pages(self, recursive: bool) -> Iterator[Page]:
+        query = {"list-type": "2", "prefix": self._prefix, "encoding-type": "url"} | ({} if recursive else {"delimiter": "/"})
+        token: str | None = ""
+        while token is not None:
+            with self._bucket.explained(self._prefix, listing=True):
+                page = self._parsed(self._bucket.list_page(query | ({"continuation-token": token} if token else {})), token)
+            yield page
+            token = page.token
+
+    def _parsed(self, body: bytes, token: str) -> Page:
+        try:
+            page = parse_page(body, prefix=self._prefix)
+            if page.token == token:
+                raise ValueError("it names itself as the next one")
+        except ValueError as exc:
+            hint = "Check that the endpoint is one of S3"
+            raise WrongAnswerError(
+                f"cannot list {self.url}: the answer is no page of a listing: {exc}. {hint}", url=self.url
+            ) from exc
+        return page
+
+    def _no_such_prefix(self) -> HttpError:
+        key = self._prefix.rstrip("/")
+        hint = "Check the prefix; if it is an object, open it as one"
+        error = ObjectNotFoundError(f"cannot list {self.url}: no object's key begins with {self._prefix!r}. {hint}", url=self.url)
+        error.bucket, error.key, error.hint = self._bucket.name, key, hint
+        return error
+
+
+def open_s3(
+    url: str,
+    *,
+    credentials: S3Credentials | GiveCredentials | None = None,
+    access: Access | None = None,
+    store: S3Store | None = None,
+    prefix_nbytes: int = PREFIX_NBYTES,
+) -> S3Source:
+    """Open an object with one GET of its first bytes, which also tells its size and version.
+
+    Args:
+        url: s3://bucket/key, the key as it is, not escaped.
+        credentials: who asks, and where; a function that returns them is asked again when they have expired. None: as for the
+            aws command.
+        access: patience, proxies and trusted CAs.
+        store: where others are opened as well, so that credentials and regions are found once; instead of `credentials` and
+            `access`.
+        prefix_nbytes: bytes to fetch now and keep, so that reading the header of a checkpoint costs no second request.
+
+    Returns:
+        An open source; `close` it.
+
+    Raises:
+        OptionError: no such url or endpoint, or botocore is missing.
+        BucketNotFoundError, ObjectNotFoundError, AccessDeniedError, CredentialsError: S3 says so.
+        SourceError: it cannot be reached or read; the classes are those of `headrace.sources.http`.
+
+    Example:
+        >>> source = open_s3("s3://models/minilm/model.safetensors")  # doctest: +SKIP
+        >>> source.nbytes  # doctest: +SKIP
+        90868376
+    """
+    if store is not None and (credentials is not None or access is not None):
+        raise OptionError("a store has credentials and access of its own", option="store")
+    store = store if store is not None else S3Store(credentials, access=access)
+    return store.open(url, prefix_nbytes=prefix_nbytes)
