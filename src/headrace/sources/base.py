@@ -85,8 +85,8 @@ def aligned_source(source: ByteSource) -> AlignedSource | None:
 
 
 def is_remote(source: ByteSource) -> bool:
-    """Whether every read is a round trip over a network. Such a source says so with an attribute `is_remote`."""
-    return bool(getattr(source, "is_remote", False))
+    """Whether every read is a round trip over a network. Such sources count their `traffic`."""
+    return hasattr(source, "traffic")
 
 
 @runtime_checkable
@@ -108,3 +108,19 @@ class Folder(Protocol):
 
     def open(self, name: str) -> ByteSource:
         """Open one file of the folder. Raises `SourceNotFoundError` where it does not exist."""
+
+
+@runtime_checkable
+class Tree(Folder, Protocol):
+    """A folder that also knows what lies in the folders below it."""
+
+    def walk(self) -> list[str]:
+        """Paths of all files in it and below it, relative, with '/', sorted; `open` takes them. Raises as `names`."""
+
+
+@runtime_checkable
+class RemovableFolder(Folder, Protocol):
+    """A folder whose files may be removed, once they are safe elsewhere. No store in a cloud is one."""
+
+    def remove(self, name: str) -> None:
+        """Remove one file; of a link the link. Raises `SourceError` where that is not possible."""
