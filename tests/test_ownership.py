@@ -533,6 +533,14 @@ def test_empty_tensors_among_large_ones_do_not_stop_a_caller_who_keeps_everythin
     assert len(kept) == len(contents)
 
 
+def test_a_dropped_tensor_is_gone_before_the_next_one_is_asked_for() -> None:
+    with headrace.stream(watched(), memory_limit=0) as tensors:
+        for item in tensors:
+            gone = weakref.ref(item[1])
+            del item
+            assert gone() is None
+
+
 # ---- copied and borrowed
 
 

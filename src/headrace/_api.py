@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from headrace._engine import Engine
 
 
-def open(url: Location, *, options: Options | None = None, **overrides: Any) -> Checkpoint:
+def open(url: Location, *, credentials: object = None, options: Options | None = None, **overrides: Any) -> Checkpoint:
     """Open a checkpoint and check all of its headers. No tensor is read, and torch is not needed.
 
     Args:
-        url: a safetensors file, a folder of shards, an index file, or a list of files; as a path or `file://` URL. A
-            `ByteSource` or `Folder` of one's own works as well.
+        url: a safetensors file, a folder of shards, an index file, or a list of files; as a path or URL: `file://`,
+            `s3://bucket/prefix`, `hf://org/repo@revision`, `https://`. A `ByteSource` or `Folder` of one's own works as well.
+        credentials: for the store: `headrace.sources.s3.S3Credentials`, a token for the hub or a web server. None: as the
+            store's own tools find them.
         options: tuning; see `Options`. Every field may also be given by name.
 
     Returns:
@@ -50,7 +52,7 @@ def open(url: Location, *, options: Options | None = None, **overrides: Any) -> 
         ...     print(len(checkpoint), checkpoint.nbytes)
         103 90405376
     """
-    return open_location(url, _resolved(url, options, overrides))
+    return open_location(url, _resolved(url, options, overrides), credentials)
 
 
 def plan(
@@ -61,13 +63,14 @@ def plan(
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
     target_dtypes: DTypeRule = None,
+    credentials: object = None,
     options: Options | None = None,
     **overrides: Any,
 ) -> Plan:
     """Plan a load without doing it: what would be read, in what order, where it would land, and why.
 
     Args:
-        url, names, slices, dtype, options: as for `stream`.
+        url, names, slices, dtype, credentials, options: as for `stream`.
 
     Returns:
         Plain data; `str(plan)` explains it.
@@ -77,7 +80,7 @@ def plan(
     """
     resolved = _resolved(url, options, overrides)
     _check_device(device)
-    checkpoint = open_location(url, resolved)
+    checkpoint = open_location(url, resolved, credentials)
     try:
         return Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved).plan()
     finally:
@@ -98,6 +101,7 @@ def stream(
     ownership: Ownership = "leased",
     order: Order = "ready",
     progress: Callable[[Snapshot], None] | None = None,
+    credentials: object = None,
     options: Options | None = None,
     **overrides: Any,
 ) -> TensorStream:
@@ -124,6 +128,7 @@ def stream(
             "borrowed": a tensor may be used until the next one has been taken; keeping one longer raises `StreamError`.
         order: "ready" hands tensors out as they come in, "file" in the order of shards and offsets.
         progress: called with a `Snapshot` while the load goes on, on the thread that iterates.
+        credentials: as for `open`.
         options: tuning; see `Options`. Every field may also be given by name.
 
     Returns:
@@ -141,7 +146,7 @@ def stream(
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     _check_device(device)
-    checkpoint = open_location(url, resolved)
+    checkpoint = open_location(url, resolved, credentials)
     close = checkpoint.close if checkpoint is not url else None
     try:
         request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved)
@@ -240,8 +245,12 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
     def _pairs(self) -> Iterator[tuple[str, Any]]:
         # A generator is quicker than __next__, and this one keeps the stream alive in `for ... in headrace.stream(...)`.
-        for pair in self._tensors:  # noqa: UP028 - with `yield from`, leaving a loop would close what `next` may go on with
-            yield pair
+        # Not `yield from`, with which leaving a loop would close what `next` may go on with; and no variable that would keep a tensor.
+        while True:
+            try:
+                yield next(self._tensors)
+            except StopIteration:
+                break
         self._engine.check_finished()
 
     def __next__(self) -> tuple[str, Any]:

@@ -28,7 +28,7 @@ from headrace._interpreter import gc_paused
 from headrace._options import Options
 from headrace._selection import info_at, unknown_tensor
 from headrace.errors import FormatError, SourceNotFoundError
-from headrace.sources.base import ByteSource, Folder
+from headrace.sources.base import ByteSource, Folder, is_remote
 
 log = logging.getLogger("headrace")
 
@@ -161,7 +161,7 @@ def open_files(openers: Sequence[Callable[[], ByteSource]], url: str, options: O
 def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards, options: Options) -> Checkpoint:
     sources: list[ByteSource] = []
     try:
-        sources.extend(opener() for opener in openers)
+        _open_all(openers, sources)
         with gc_paused.held():
             headers = _read_headers(sources)
             rows = [
@@ -173,6 +173,17 @@ def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards
         for source in sources:
             source.close()
         raise
+
+
+def _open_all(openers: Sequence[Callable[[], ByteSource]], sources: list[ByteSource]) -> None:
+    """Open all files, in one round where each is a round trip away, which the first one tells. `sources` has what was opened."""
+    sources.extend(opener() for opener in openers[:1])
+    if len(openers) > 1 and is_remote(sources[0]):
+        with ThreadPoolExecutor(max_workers=min(32, len(openers)), thread_name_prefix="headrace-open") as pool:
+            for future in [pool.submit(opener) for opener in openers[1:]]:
+                sources.append(future.result())  # noqa: PERF401 - what was opened before an error is there to be closed
+    else:
+        sources.extend(opener() for opener in openers[1:])
 
 
 def _read_headers(sources: Sequence[ByteSource]) -> list[Header]:

@@ -419,7 +419,7 @@ class Engine:
         strided = [i for i, name in enumerate(names) if name in given and not span.given]
         if strided:
             memory = self._memory[index]
-            made = self._wrap(span.first, span.last, memory.lease.owner if memory.lease else None)
+            made = self._copies.get(index) or self._wrap(span.first, span.last, memory.lease.owner if memory.lease else None)
             for i in strided:
                 given[names[i]].fill_from(made[i])
             self._copies[index] = made

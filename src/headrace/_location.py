@@ -21,8 +21,13 @@ from headrace.sources.mapped import MappedSource
 Location: TypeAlias = "str | os.PathLike[str] | Checkpoint | ByteSource | Folder | Sequence[str | os.PathLike[str] | ByteSource]"
 
 
-def open_location(url: Location, options: Options) -> Checkpoint:
+def open_location(url: Location, options: Options, credentials: object = None) -> Checkpoint:
     """Open what a url names; an open checkpoint is returned as it is.
+
+    Args:
+        url: see `headrace.open`.
+        options: resolved tuning.
+        credentials: for the store that a URL leads to; None where they are found as the store's own tools find them.
 
     Raises:
         OptionError: it is no url, or of a kind that there is no source for.
@@ -31,15 +36,34 @@ def open_location(url: Location, options: Options) -> Checkpoint:
     if isinstance(url, Checkpoint):
         return url
     if isinstance(url, (str, os.PathLike)):
+        if is_remote_url(url):
+            return _open_url(str(url), options, credentials)
         return _open_path(_local_path(url), options)
     if isinstance(url, Sequence):
-        return _open_list(url, options)
+        return _open_list(url, options, credentials)
     if hasattr(url, "read_into"):
         source = cast(ByteSource, url)
         return open_files([lambda: source], source.url, options)
     if hasattr(url, "names"):
         return open_folder(url, options)
     raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")
+
+
+def is_remote_url(url: object) -> bool:
+    """Whether it is a URL of a scheme other than file."""
+    return isinstance(url, str) and "://" in url and not url.lower().startswith("file:")
+
+
+def _open_url(url: str, options: Options, credentials: object) -> Checkpoint:
+    from headrace._remote import open_remote, remote_folder  # these bring the network's modules in
+
+    path = urlsplit(url).path
+    if path.endswith(INDEX_SUFFIX):
+        base, _, index = url.partition("?")[0].rpartition("/")
+        return open_folder(remote_folder(base, options, credentials), options, index=index)
+    if path.endswith(".safetensors"):
+        return open_files([lambda: open_remote(url, options, credentials)], url, options)
+    return open_folder(remote_folder(url, options, credentials), options)
 
 
 def _open_path(path: Path, options: Options) -> Checkpoint:
@@ -62,13 +86,17 @@ def _folder(path: Path, options: Options) -> FileFolder:
     return FileFolder(path, direct_io=options.direct_io or "auto", kind=_kind(options))
 
 
-def _open_list(urls: Sequence[Any], options: Options) -> Checkpoint:
+def _open_list(urls: Sequence[Any], options: Options, credentials: object) -> Checkpoint:
     if not urls:
         raise OptionError("url is an empty list: there is nothing to load", option="url")
 
     def opener(url: Any) -> Callable[[], ByteSource]:
         if hasattr(url, "read_into"):
             return lambda: url
+        if is_remote_url(url):
+            from headrace._remote import open_remote
+
+            return lambda: open_remote(url, options, credentials)
         path = _local_path(url)
         return lambda: _file(path, options)
 
@@ -80,12 +108,9 @@ def _local_path(url: str | os.PathLike[str]) -> Path:
     if not isinstance(url, (str, os.PathLike)):
         raise OptionError(f"url is a path, a URL or a source, not {type(url).__name__}", option="url")
     text = os.fspath(url)
-    scheme = urlsplit(text).scheme if "://" in text else ""
-    if scheme == "file":
+    if text.lower().startswith("file://"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise OptionError(f"{text}: a file URL names no host; write file:///path", option="url")
         return Path(unquote(parts.path))
-    if scheme:
-        raise OptionError(f"{text}: there is no source for {scheme}:// yet; local paths and file:// work", option="url")
     return Path(text).expanduser()

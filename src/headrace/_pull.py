@@ -152,6 +152,7 @@ class PullReport:
         skipped_files: files that were there already.
         moved: whether the source's files were removed.
         seconds: how long it took, the wait for another pull included.
+        copying_s: of `seconds`, those from the first byte to the last.
     """
 
     url: str
@@ -163,6 +164,12 @@ class PullReport:
     skipped_files: int
     moved: bool
     seconds: float
+    copying_s: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes copied per second."""
+        return self.copied_nbytes / self.copying_s if self.copying_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain data for JSON. Names are stable; new ones may be added."""
@@ -228,6 +235,7 @@ def pull_folder(
         skipped_files=done.skipped_files,
         moved=move,
         seconds=done.seconds,
+        copying_s=done.copying_s,
     )
 
 
