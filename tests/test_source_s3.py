@@ -7,9 +7,12 @@ import json
 import logging
 import pickle
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -406,6 +409,49 @@ def test_an_expired_token_is_renewed_in_mid_load() -> None:
         assert given == ["token-number-one", "token-number-two"]
 
 
+def test_many_threads_renew_an_expired_token_once() -> None:
+    tokens = ["token-number-one"]
+    given: list[str] = []
+
+    def give() -> S3Credentials:
+        given.append(tokens[-1])
+        return keys(server, session_token=tokens[-1])
+
+    data = pattern(1 << 20)
+
+    def read_stripe(index: int) -> bool:
+        start.wait()
+        offsets = range(index * 64 * KIB, (index + 1) * 64 * KIB, 4 * KIB)
+        return all(read(source, offset, 4 * KIB) == data[offset : offset + 4 * KIB] for offset in offsets)
+
+    start = threading.Barrier(16)
+    with serving({"models": {"a": data}}, require_token=tokens[-1]) as server, ThreadPoolExecutor(16) as threads:
+        source = open_s3("s3://models/a", credentials=give, access=QUICK, prefix_nbytes=KIB)
+        tokens.append("token-number-two")
+        server.rotate(access_key=ACCESS_KEY, secret_key=SECRET, token=tokens[-1])
+        assert all(threads.map(read_stripe, range(16)))
+        source.close()
+    assert given == ["token-number-one", "token-number-two"]
+
+
+def test_a_clock_that_is_wrong_is_named() -> None:
+    with serving(clock=lambda: time.time() + 3600) as server:
+        error = error_of(CredentialsError, store(server).open, "s3://models/m/a.bin")
+        assert error.code == "RequestTimeTooSkewed"
+        assert "clock" in error.hint
+
+
+def test_a_listing_is_tried_again() -> None:
+    with serving() as server:
+        server.fail(Rule(Status(503), method="LIST", times=2))
+        assert store(server).folder("s3://models/m").names() == ["a.bin"]
+
+
+def test_the_library_is_imported_when_it_is_needed() -> None:
+    code = "import sys, headrace.sources.s3; sys.exit('botocore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
 def test_an_expired_token_that_nobody_renews_is_an_error_at_once() -> None:
     with serving(require_token=TOKEN) as server, opened(server, session_token=TOKEN) as source:
         server.rotate(access_key=ACCESS_KEY, secret_key=SECRET, token="another")
@@ -664,7 +710,7 @@ def test_a_host_without_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_secrets_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="headrace")
+    caplog.set_level(logging.DEBUG)
     credentials = keys(session_token=TOKEN)
     with serving(require_token="another-token") as server:
         shared = S3Store(replace(credentials, endpoint=server.url), access=QUICK)
@@ -678,6 +724,7 @@ def test_secrets_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
             repr(error.__cause__),
             caplog.text,
         ]
+    assert "REDACTED" in caplog.text  # what botocore would log
     for text in shown:
         assert SECRET not in text
         assert TOKEN not in text

@@ -71,6 +71,15 @@ def _botocore(module: str) -> Any:
         raise OptionError("s3:// needs botocore, which is not installed: pip install 'headrace[s3]'", option="url") from exc
 
 
+class _Unlogged(str):
+    """What botocore hashes and must not log: at DEBUG it writes down all that it signs, session tokens included."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "REDACTED"
+
+
 class Identity:
     """Credentials that can be renewed, and configuration that stays.
 
@@ -90,7 +99,9 @@ class Identity:
         self._session: Any = None
         self._keys: Any = None
         self._latest = self.given
+        self._generation = 0  # of keys, in the order in which they were had
         self._spent = False
+        self._signed = threading.local()  # the generation that this thread has signed with last
 
     @property
     def anonymous(self) -> bool:
@@ -138,25 +149,32 @@ class Identity:
         keys = self._frozen()
         signed = {name: value for name, value in headers.items() if name.lower() == "host" or name.lower().startswith("x-amz-")}
         request = _botocore("awsrequest").AWSRequest(method="GET", url=url, headers=signed)
-        _botocore("auth").S3SigV4Auth(keys, "s3", region).add_auth(request)
+        signer = _botocore("auth").S3SigV4Auth(keys, "s3", region)
+        canonical_request = signer.canonical_request
+        signer.canonical_request = lambda request: _Unlogged(canonical_request(request))
+        signer.add_auth(request)
         return {name: str(value) for name, value in request.headers.items() if name.lower() != "host"}
 
     def note_refusal(self) -> None:
-        """Have the next signature made with newer keys: the store does not take these any more."""
-        self._spent = True
+        """Have the next signature made with newer keys: the store does not take those that this thread has signed with.
+
+        Many threads find out at the same time, and only the first one asks for newer ones.
+        """
+        with self._lock:
+            self._spent = self._spent or getattr(self._signed, "generation", 0) == self._generation
 
     def _frozen(self) -> Any:
         with self._lock:
             if self._spent:
-                self._spent = False
                 self._forget_keys()
             if self._keys is None:
                 self._keys = self._asked(self._find_keys)
-            keys = self._keys
+            keys, self._signed.generation = self._keys, self._generation
         return self._asked(keys.get_frozen_credentials)  # botocore renews them when their time is nearly over
 
     def _forget_keys(self) -> None:
-        self._keys = None
+        self._keys, self._spent = None, False
+        self._generation += 1
         if self._give is not None:
             self._latest = self._give()
         else:

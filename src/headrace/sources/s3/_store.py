@@ -154,6 +154,7 @@ class _Bucket:
     def _parse_error(self, status: int, headers: Headers, body: bytes) -> StoreError:
         complaint = parse_complaint(headers, body)
         elsewhere = bool(complaint.region) and (status in (301, 307) or complaint.code in _ABOUT_REGIONS)
+        elsewhere = elsewhere or (status == 400 and not complaint.code and complaint.region not in ("", self._region))
         if elsewhere:
             self._region = complaint.region
         error = store_error(complaint, elsewhere=elsewhere, renewable=self._identity.renewable)
