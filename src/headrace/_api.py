@@ -245,7 +245,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
     def _pairs(self) -> Iterator[tuple[str, Any]]:
         # A generator is quicker than __next__, and this one keeps the stream alive in `for ... in headrace.stream(...)`.
-        # Not `yield from`, with which leaving a loop would close what `next` may go on with; and no variable that would keep a tensor.
+        # With `yield from`, leaving a loop would close what `next` may go on with; a variable would keep a tensor alive.
         while True:
             try:
                 yield next(self._tensors)

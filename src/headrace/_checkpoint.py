@@ -28,7 +28,7 @@ from headrace._interpreter import gc_paused
 from headrace._options import Options
 from headrace._selection import info_at, unknown_tensor
 from headrace.errors import FormatError, SourceNotFoundError
-from headrace.sources.base import ByteSource, Folder, is_remote
+from headrace.sources.base import ByteSource, Folder
 
 log = logging.getLogger("headrace")
 
@@ -135,33 +135,43 @@ class _Shards:
     allowed: dict[str, set[str]] | None
 
 
-def open_folder(folder: Folder, options: Options, *, index: str | None = None) -> Checkpoint:
+def open_folder(folder: Folder, options: Options, *, index: str | None = None, remote: bool = False) -> Checkpoint:
     """Open a folder of shards.
 
     Args:
         folder: where the shards lie.
         options: resolved tuning, for the loads to come.
         index: the index file to go by; found by its name where it is None.
+        remote: whether every look at the folder is a round trip: then looks are taken side by side.
 
     Raises:
         SourceNotFoundError: no such folder, or no safetensors file in it.
         FormatError: an index, a name, a header or the set of shards breaks a rule; every shard is checked.
     """
-    present = folder.names()
+    if remote:
+        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-open") as pool:
+            usual = pool.submit(_read_if_there, folder, index or f"model{INDEX_SUFFIX}")
+            present, known = folder.names(), usual.result()
+    else:
+        present, known = folder.names(), {}
     index = index or _find_index(folder, present)
-    shards = _indexed_shards(folder, index, present) if index else _Shards(_unindexed_shards(folder, present), None)
-    return _open([lambda name=name: folder.open(name) for name in shards.names], folder.url, shards, options)  # type: ignore[misc]
+    if index:
+        text = known[index] if index in known else _read_index(folder, index)
+        shards = _indexed_shards(folder, index, present, text)
+    else:
+        shards = _Shards(_unindexed_shards(folder, present), None)
+    return _open([lambda name=name: folder.open(name) for name in shards.names], folder.url, shards, options, remote)  # type: ignore[misc]
 
 
-def open_files(openers: Sequence[Callable[[], ByteSource]], url: str, options: Options) -> Checkpoint:
+def open_files(openers: Sequence[Callable[[], ByteSource]], url: str, options: Options, *, remote: bool = False) -> Checkpoint:
     """Open the files given, all of whose tensors count. Raises as `open_folder`."""
-    return _open(openers, url, _Shards([], None), options)
+    return _open(openers, url, _Shards([], None), options, remote)
 
 
-def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards, options: Options) -> Checkpoint:
+def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards, options: Options, remote: bool) -> Checkpoint:
     sources: list[ByteSource] = []
     try:
-        _open_all(openers, sources)
+        _open_all(openers, sources, remote)
         with gc_paused.held():
             headers = _read_headers(sources)
             rows = [
@@ -175,15 +185,16 @@ def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards
         raise
 
 
-def _open_all(openers: Sequence[Callable[[], ByteSource]], sources: list[ByteSource]) -> None:
-    """Open all files, in one round where each is a round trip away, which the first one tells. `sources` has what was opened."""
-    sources.extend(opener() for opener in openers[:1])
-    if len(openers) > 1 and is_remote(sources[0]):
-        with ThreadPoolExecutor(max_workers=min(32, len(openers)), thread_name_prefix="headrace-open") as pool:
-            for future in [pool.submit(opener) for opener in openers[1:]]:
-                sources.append(future.result())  # noqa: PERF401 - what was opened before an error is there to be closed
-    else:
-        sources.extend(opener() for opener in openers[1:])
+def _open_all(openers: Sequence[Callable[[], ByteSource]], sources: list[ByteSource], remote: bool) -> None:
+    """Open all files, in one round where each is a round trip away. `sources` has what was opened, also after an error."""
+    if not remote or len(openers) < 2:
+        sources.extend(opener() for opener in openers)
+        return
+    with ThreadPoolExecutor(max_workers=min(32, len(openers)), thread_name_prefix="headrace-open") as pool:
+        futures = [pool.submit(opener) for opener in openers]
+    sources.extend(future.result() for future in futures if future.exception() is None)
+    for future in futures:
+        future.result()  # raises what went wrong first
 
 
 def _read_headers(sources: Sequence[ByteSource]) -> list[Header]:
@@ -313,10 +324,10 @@ def _check_numbered_sets(folder: Folder, names: Sequence[str]) -> None:
             )
 
 
-def _indexed_shards(folder: Folder, index: str, present: Sequence[str]) -> _Shards:
+def _indexed_shards(folder: Folder, index: str, present: Sequence[str], text: bytes) -> _Shards:
     url = posixpath.join(folder.url, index)
     allowed: dict[str, set[str]] = {}
-    for tensor, shard in _read_weight_map(folder, index, url).items():
+    for tensor, shard in _parse_weight_map(text, url).items():
         if not isinstance(shard, str):
             raise FormatError(f"{url}: weight_map names no file for {tensor!r} but {shard!r}", url=url, tensor=tensor)
         allowed.setdefault(shard, set()).add(tensor)
@@ -331,16 +342,28 @@ def _indexed_shards(folder: Folder, index: str, present: Sequence[str]) -> _Shar
     return _Shards(sorted(allowed), allowed)
 
 
-def _read_weight_map(folder: Folder, index: str, url: str) -> dict[str, Any]:
+def _read_if_there(folder: Folder, index: str) -> dict[str, bytes]:
+    """{index: its text}, or nothing where there is no such file."""
+    try:
+        return {index: _read_index(folder, index)}
+    except SourceNotFoundError:
+        return {}
+
+
+def _read_index(folder: Folder, index: str) -> bytes:
     source = folder.open(index)
     try:
         if source.nbytes > _MAX_INDEX_NBYTES:
-            raise FormatError(f"{url}: {source.nbytes:,} bytes are no index", url=url)
+            raise FormatError(f"{source.url}: {source.nbytes:,} bytes are no index", url=source.url)
         text = bytearray(source.nbytes)
         source.read_into(0, memoryview(text))
         source.check_unchanged()
+        return bytes(text)
     finally:
         source.close()
+
+
+def _parse_weight_map(text: bytes, url: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as exc:

@@ -60,10 +60,10 @@ def _open_url(url: str, options: Options, credentials: object) -> Checkpoint:
     path = urlsplit(url).path
     if path.endswith(INDEX_SUFFIX):
         base, _, index = url.partition("?")[0].rpartition("/")
-        return open_folder(remote_folder(base, options, credentials), options, index=index)
+        return open_folder(remote_folder(base, options, credentials), options, index=index, remote=True)
     if path.endswith(".safetensors"):
         return open_files([lambda: open_remote(url, options, credentials)], url, options)
-    return open_folder(remote_folder(url, options, credentials), options)
+    return open_folder(remote_folder(url, options, credentials), options, remote=True)
 
 
 def _open_path(path: Path, options: Options) -> Checkpoint:
@@ -101,7 +101,8 @@ def _open_list(urls: Sequence[Any], options: Options, credentials: object) -> Ch
         return lambda: _file(path, options)
 
     named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
-    return open_files([opener(url) for url in urls], named, options)
+    remote = any(is_remote_url(url) for url in urls)
+    return open_files([opener(url) for url in urls], named, options, remote=remote)
 
 
 def _local_path(url: str | os.PathLike[str]) -> Path:
