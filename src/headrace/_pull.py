@@ -213,13 +213,16 @@ def pull_folder(
     """
     _check_places(folder, dst, move=move)
     counts = _Counts(progress)
+    names = _choose(folder, include, exclude)
     with _Destination(os.path.abspath(os.fspath(dst))) as destination:
-        names = _choose(folder, include, exclude)
-        destination.lock()
+        if destination.lock():
+            names = _choose(folder, include, exclude)  # the other one may have taken its time, or moved them
         with _Pull(folder, destination, counts, concurrency=concurrency, range_nbytes=range_nbytes) as pull:
             pull.open(names)
             pull.check_space(free_nbytes)
             pull.copy()
+            if include is None and exclude is None:
+                destination.tidy()
             destination.sync()
             if move:
                 pull.compare()
@@ -335,15 +338,21 @@ class _Destination:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._opened.close()
 
-    def lock(self) -> None:
-        """Wait until no other pull, in whatever process of this node, is at work here. Given back with the descriptor."""
+    def lock(self) -> bool:
+        """Wait until no other pull, in whatever process of this node, is at work here, and tell whether one was.
+
+        The lock is given back with the descriptor, so also when the process is killed.
+        """
+        waited = False
         with _writing(self.path, "lock"):
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                waited = True
                 log.info("another pull fills %s; waiting for it", self.path)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._records = self._read_records()
+        return waited
 
     def holds(self, name: str, key: str) -> bool:
         """Whether a file is what an earlier pull placed there from this version of its source."""
@@ -383,6 +392,13 @@ class _Destination:
                 yield fd
             finally:
                 os.close(fd)
+
+    def tidy(self) -> None:
+        """Remove what is left of files that the source has no more."""
+        with _writing(self.path, "tidy up"):
+            for name in os.listdir(self.state):
+                if name.endswith((".part", ".ranges")):
+                    os.unlink(name, dir_fd=self.state)
 
     def sync(self) -> None:
         """Let every new name, and the records of them, reach the disk."""
@@ -485,7 +501,7 @@ class _Part:
     def discard(self) -> None:
         """Remove it: the journal first, which without its part means nothing."""
         for name in (self._journal_name, self.name):
-            with suppress(FileNotFoundError):
+            with _writing(self._path, "start over"), suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._state)
 
     def open(self, *, resumed: bool) -> int:
@@ -792,8 +808,8 @@ class _Pull:
         source.read_into(offset, theirs)
         source.check_unchanged()
         with self._destination.opened(file.name) as fd:
-            got = os.preadv(fd, [ours], offset)
-        if got != nbytes or ours.tobytes() != theirs.tobytes():
+            whole = _fill(fd, offset, ours)
+        if not whole or ours.tobytes() != theirs.tobytes():
             raise IntegrityError(
                 f"{file.name} in {self._destination.path} is not what {source.url} holds ({nbytes} bytes at {offset}); "
                 "nothing was removed; check the disk and memory, and pull again",
@@ -889,3 +905,14 @@ def _read(source: ByteSource, offset: int, buffer: memoryview, nbytes: int) -> N
             aligned.read_direct_into(offset, buffer[:rounded])
             return
     source.read_into(offset, buffer[:nbytes])
+
+
+def _fill(fd: int, offset: int, buffer: memoryview) -> bool:
+    """Read all of a buffer, unless the file ends before."""
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(fd, [buffer[done:]], offset + done)
+        if not got:
+            return False
+        done += got
+    return True
