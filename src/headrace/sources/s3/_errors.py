@@ -157,33 +157,34 @@ def translate(error: SourceError, *, bucket: str, key: str, url: str, base: str,
         base: the bucket's url on the wire; its host is shown beside the object's own url.
         listing: whether a prefix was listed and no object read.
     """
-    code = getattr(error, "code", None) or ""
-    rule = (
-        NO_RULE
-        if isinstance(error, S3Error)
-        else _RULES.get(code) or next((rule for kind, rule in _BY_CLASS if isinstance(error, kind)), NO_RULE)
-    )
+    rule = _rule_of(error)
     hint = rule.hint or getattr(error, "hint", "")
     if listing and rule is _DENIED:
         hint = "Listing needs s3:ListBucket; give the objects one by one if the credentials may only read"
-    return _rebuilt(error, rule.error or type(error), hint, bucket=bucket, key=key, url=url, base=base)
-
-
-def _rebuilt(
-    error: SourceError, kind: type[SourceError], hint: str, *, bucket: str, key: str, url: str, base: str
-) -> SourceError:
-    parts = urlsplit(base)
-    message = str(error)
-    said = getattr(error, "hint", "")
-    if said:
-        message = message.removesuffix(f". {said}")
-    if not error.url:
-        message = f"cannot ask for {url}: {message}"
-    else:
-        message = message.replace(error.url, f"{url} ({parts.scheme}://{parts.netloc})")
-    if hint:
-        message = f"{message}. {hint}"
+    message = _message(error, f"{url} ({_origin(base)})", hint)
+    if listing:
+        message = message.replace("cannot fetch", "cannot list", 1)
+    kind = rule.error or type(error)
     built = kind(message, url=url, offset=error.offset, nbytes=error.nbytes, status=error.status, attempts=error.attempts)
     kept = {name: getattr(error, name, None) for name in ("code", "request_id")}
     vars(built).update(kept, hint=hint, bucket=bucket, key=key)
     return built
+
+
+def _rule_of(error: SourceError) -> _Rule:
+    if isinstance(error, S3Error):  # it comes from here
+        return NO_RULE
+    by_code = _RULES.get(getattr(error, "code", None) or "")
+    return by_code or next((rule for kind, rule in _BY_CLASS if isinstance(error, kind)), NO_RULE)
+
+
+def _message(error: SourceError, where: str, hint: str) -> str:
+    said = getattr(error, "hint", "")
+    message = str(error).removesuffix(f". {said}") if said else str(error)
+    message = message.replace(error.url, where) if error.url else f"cannot ask for {where}: {message}"
+    return f"{message}. {hint}" if hint else message
+
+
+def _origin(base: str) -> str:
+    parts = urlsplit(base)
+    return f"{parts.scheme}://{parts.netloc}"

@@ -290,7 +290,7 @@ class S3Folder:
         query = {"list-type": "2", "prefix": self._prefix, "encoding-type": "url"} | ({} if recursive else {"delimiter": "/"})
         token: str | None = ""
         while token is not None:
-            with self._bucket.explained(self._prefix, listing=True):
+            with self._bucket.explained(self._prefix.rstrip("/"), listing=True):
                 page = self._parsed(self._bucket.list_page(query | ({"continuation-token": token} if token else {})), token)
             yield page
             token = page.token
