@@ -1,4 +1,4 @@
-"""The command line: `headrace inspect`, `plan` and `load`, one file each, on the public API like anybody's program.
+"""The command line: `headrace inspect`, `plan`, `load` and `pull`, one file each, on the public API like anybody's program.
 
 Results go to stdout, and what is said about them (progress, warnings, errors) to stderr. rich is imported when something is
 printed and torch when tensors are made, so that `--help` and `--version` are quick.
@@ -17,6 +17,7 @@ from headrace.cli._exits import EXIT_CODES, endings, exit_on_interrupt, speak_pl
 from headrace.cli._inspect import inspect
 from headrace.cli._load import load
 from headrace.cli._plan import plan
+from headrace.cli._pull import pull
 
 
 class _Command(TyperCommand):
@@ -52,6 +53,7 @@ app = typer.Typer(
 )
 for _command in (inspect, plan, load):
     app.command(cls=_Command, epilog=PATH_MEANS)(_command)
+app.command(cls=_Command)(pull)
 
 
 def _show_version(wanted: bool) -> None:
