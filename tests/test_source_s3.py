@@ -196,7 +196,7 @@ def test_folder_is_an_exact_prefix_without_markers(url: str) -> None:
         folder = store(server).folder(url)
         assert folder.url == "s3://models/m"
         assert folder.names() == ["a.safetensors", "empty"]
-        assert [entry.name for entry in folder.list_keys()] == ["a.safetensors", "empty", "sub/b.bin", "sub/deep/c"]
+        assert folder.walk() == ["a.safetensors", "empty", "sub/b.bin", "sub/deep/c"]
         assert [(entry.key, entry.nbytes) for entry in folder.list_keys() if entry.nbytes == 2] == [("m/sub/b.bin", 2)]
         with contextlib.closing(folder.open("sub/b.bin")) as source:
             assert source.url == "s3://models/m/sub/b.bin"
@@ -759,3 +759,18 @@ def test_a_whole_checkpoint_is_streamed() -> None:
         assert {name: bytes_of(tensor) for name, tensor in tensors.items()} == {name: contents[name].data for name in names}
         model_nbytes = sum(map(len, shards.values()))
         assert server.bytes_asked < 1.2 * model_nbytes
+
+
+def test_the_variables_of_other_loaders_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {"w": TensorEntry("F32", (3, 100), pattern(1200))}
+    with serving({"models": {"llama/model.safetensors": serialize(contents)}}) as server:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": server.url,
+            "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+            "RUNAI_STREAMER_CONCURRENCY": "4",
+        }.items():
+            monkeypatch.setenv(name, value)
+        for url in ("s3://models/llama", "s3://models/llama/", "s3://models/llama/model.safetensors"):
+            assert {name: bytes_of(tensor) for name, tensor in headrace.load(url).items()} == {"w": contents["w"].data}

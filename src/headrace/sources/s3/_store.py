@@ -262,6 +262,10 @@ class S3Folder:
         """
         return [entry.name for entry in self.list_keys(recursive=False)]
 
+    def walk(self) -> list[str]:
+        """Names of all objects under the prefix, those in folders below included. Raises as `names`."""
+        return [entry.name for entry in self.list_keys()]
+
     def list_keys(self, *, recursive: bool = True) -> list[Entry]:
         """The objects under the prefix, sorted by name, without markers of folders; at any depth where it is recursive.
 
