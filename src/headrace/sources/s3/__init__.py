@@ -2,7 +2,7 @@
 
 An `S3Store` is one set of credentials and all that is remembered with it: the botocore session, and the regions of buckets. From
 the ground up: `_address` says where an object is, `_errors` what the store complains about, `_listing` what is on a page,
-`_identity` who asks and signs, `_store` puts them together.
+`_identity` who asks and signs, `_bucket` how a bucket is reached; `_store` is what callers see.
 
 Credentials and configuration come from botocore, as for every AWS tool: keys, profiles, SSO, processes, roles of containers,
 instances and web identities. It is imported when a store is first asked.

@@ -1,27 +1,18 @@
-"""Buckets, folders and objects: names and signatures around `headrace.sources.http`, which carries the bytes.
-
-A bucket knows its region. Where a store says that it is another one, the answer is remembered, and the next try is signed for it
-and goes to its host; all sources and listings of a store profit from that.
-"""
+"""Stores, folders and objects: names around `headrace.sources.http`, which carries the bytes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
 
 from headrace._options import NetworkSettings, S3Settings
 from headrace.errors import OptionError, SourceError
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
     Access,
-    Headers,
     HttpError,
-    Request,
-    StoreError,
     Traffic,
     UnsatisfiableError,
     Version,
@@ -30,8 +21,9 @@ from headrace.sources.http import (
     open_http,
 )
 from headrace.sources.memory import MemorySource
-from headrace.sources.s3._address import Place, encode_query, escape, join_url, parse_url
-from headrace.sources.s3._errors import ObjectNotFoundError, parse_complaint, store_error, translate
+from headrace.sources.s3._address import join_url, parse_url
+from headrace.sources.s3._bucket import Bucket
+from headrace.sources.s3._errors import ObjectNotFoundError
 from headrace.sources.s3._identity import GiveCredentials, Identity, S3Credentials
 from headrace.sources.s3._listing import Entry, Page, is_marker, parse_page
 
@@ -71,7 +63,7 @@ class S3Store:
         payer = {"x-amz-request-payer": "requester"} if self._identity.given.requester_pays else {}
         tls = access.tls if access.tls is not None else self._identity.ca_bundle()
         self._access = replace(access, headers={**access.headers, **payer}, tls=tls, allow_redirect=None)
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets: dict[str, Bucket] = {}
         self._lock = threading.Lock()
 
     def open(self, url: str, *, prefix_nbytes: int = PREFIX_NBYTES) -> S3Source:
@@ -93,77 +85,14 @@ class S3Store:
         """The objects under s3://bucket/prefix. See `S3Folder`."""
         return S3Folder(url, store=self)
 
-    def _bucket(self, name: str) -> _Bucket:
+    def _bucket(self, name: str) -> Bucket:
         with self._lock:
-            return self._buckets.setdefault(name, _Bucket(name, self._identity, self._place, self._region, self._access))
+            return self._buckets.setdefault(name, Bucket(name, self._identity, self._place, self._region, self._access))
 
 
 def _usual_access(ca_bundle: str | None) -> Access:
     found = NetworkSettings.from_environment(aws=True)
     return Access(proxies=found.proxies, no_proxy=found.no_proxy, tls=ca_bundle or found.ca_bundle)
-
-
-class _Bucket:
-    """One bucket: where it is, and how it is reached."""
-
-    def __init__(self, name: str, identity: Identity, place: Place, region: str, access: Access) -> None:
-        self.name = name
-        self._identity, self._place, self._region = identity, place, region
-        self.access = replace(access, authorize=self._authorize, parse_error=self._parse_error)
-
-    @property
-    def base(self) -> str:
-        """Its url on the wire."""
-        return self._place.base(self.name, self._region)
-
-    def url(self, key: str) -> str:
-        """The url of an object on the wire."""
-        return f"{self.base}/{escape(key, safe='/')}"
-
-    def list_page(self, query: Mapping[str, str]) -> bytes:
-        """A page of a listing."""
-        base = self.base
-        slash = "" if urlsplit(base).path else "/"
-        _, body = fetch(f"{base}{slash}?{encode_query(query)}", access=self.access)
-        return body
-
-    @contextmanager
-    def explained(self, key: str, *, listing: bool = False) -> Iterator[None]:
-        """Make errors of what is done here errors about the object, or the folder."""
-        try:
-            yield
-        except SourceError as exc:
-            raise self.explain(exc, key, listing=listing) from exc
-
-    def explain(self, error: SourceError, key: str, *, listing: bool = False) -> SourceError:
-        """The error as one about the object, or the folder."""
-        url = join_url(self.name, key)
-        return translate(error, bucket=self.name, key=key, url=url, base=self.base, listing=listing)
-
-    def _authorize(self, request: Request) -> Request:
-        region = self._region
-        netloc = urlsplit(self._place.base(self.name, region)).netloc
-        scheme, asked_at, path, query, _ = urlsplit(request.url)
-        headers = dict(request.headers)
-        url = request.url
-        if netloc != asked_at:  # the bucket has turned out to be elsewhere
-            url, headers["Host"] = urlunsplit((scheme, netloc, path, query, "")), netloc
-        headers |= self._identity.sign(url, headers, region=region)
-        return replace(request, url=url, headers=headers)
-
-    def _parse_error(self, status: int, headers: Headers, body: bytes) -> StoreError:
-        complaint = parse_complaint(headers, body)
-        elsewhere = bool(complaint.region) and (status in (301, 307) or complaint.code in _ABOUT_REGIONS)
-        elsewhere = elsewhere or (status == 400 and not complaint.code and complaint.region not in ("", self._region))
-        if elsewhere:
-            self._region = complaint.region
-        error = store_error(complaint, elsewhere=elsewhere, renewable=self._identity.renewable)
-        if error.action == "refresh" and not elsewhere:
-            self._identity.note_refusal()
-        return error
-
-
-_ABOUT_REGIONS: Final = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect")
 
 
 class S3Source:
@@ -174,7 +103,7 @@ class S3Source:
         nbytes, version: when it was opened.
     """
 
-    def __init__(self, source: ByteSource, bucket: _Bucket, key: str) -> None:
+    def __init__(self, source: ByteSource, bucket: Bucket, key: str) -> None:
         self.url = join_url(bucket.name, key)
         self.nbytes = source.nbytes
         self.version = source.version
@@ -208,7 +137,7 @@ class S3Source:
         self._source.close()
 
 
-def _open_empty(bucket: _Bucket, key: str) -> S3Source | None:
+def _open_empty(bucket: Bucket, key: str) -> S3Source | None:
     """An object without bytes, from which no range can be had; None if it has bytes after all."""
     url = bucket.url(key)
     headers, body = fetch(url, access=bucket.access, limit_nbytes=PREFIX_NBYTES)
