@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_servers import Server, fault
 
 import headrace
 from headrace._pull import STATE, DestinationError, NoSpaceError, PullProgress, PullReport, pull_folder
 from headrace.errors import FormatError, IntegrityError, OptionError, SourceChangedError, SourceError, SourceNotFoundError
 from headrace.sources.base import Folder, RemovableFolder, Tree
 from headrace.sources.file import FileFolder
+from headrace.sources.http import Access, Policy
 from headrace.sources.memory import MemoryFolder
+from headrace.sources.web import WebFolder
 from headrace.testing import Block, Change, Fault, FaultySource, Flip, Raise, nth_read
 
 RANGE = 4096
@@ -437,6 +440,40 @@ def test_links_to_files_of_the_source_are_pulled_as_files(tmp_path: Path, dst: P
     (tmp_path / "src" / "circle").symlink_to(tmp_path / "src")
     pull(FileFolder(tmp_path / "src"), dst)
     assert contents(dst) == {"a": b"a", "link": b"bytes"}
+
+
+# -- over a network -------------------------------------------------------------------------------------------------------------
+
+
+def test_pulls_from_a_web_server_that_fails_now_and_then(dst: Path) -> None:
+    files = {name: data for name, data in model().items() if data}
+    faults = [fault("status", code=503, every=7), fault("reset", every=11)]
+    access = Access(policy=Policy(backoff_s=0.0))
+    with Server({f"/m/{name}": data for name, data in files.items()}, faults) as server:
+        folder = WebFolder(server.url_of("/m"), list(files), access=access)
+        assert pull(folder, dst, concurrency=4).copied_nbytes == sum(map(len, files.values()))
+        assert contents(dst) == files
+        assert pull(folder, dst, concurrency=4).skipped_files == len(files)
+
+
+def test_resumes_and_pulls_folders_from_s3(dst: Path) -> None:
+    pytest.importorskip("botocore")
+    from headrace.sources.s3 import S3Credentials, S3Store
+    from headrace.testing.s3server import S3Server
+
+    def stop(snapshot: PullProgress) -> None:
+        if snapshot.copied_nbytes > 3 * RANGE:
+            raise KeyboardInterrupt
+
+    content = {"models": {f"m/{name}": data for name, data in model().items()} | {"m2/other": b"x", "m/sub/": b""}}
+    with S3Server(content, access_key="AK", secret_key="SK") as server:
+        keys = S3Credentials(access_key_id="AK", secret_access_key="SK", endpoint=server.url, region="us-east-1")
+        folder = S3Store(keys).folder("s3://models/m")
+        with pytest.raises(KeyboardInterrupt):
+            pull(folder, dst, progress=stop)
+        report = pull(S3Store(keys).folder("s3://models/m"), dst, concurrency=4)
+    assert report.resumed_nbytes > RANGE
+    assert contents(dst) == model()
 
 
 # -- the destination -------------------------------------------------------------------------------------------------------------
