@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import shutil
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ from headrace.sources.http import (
     public_url,
 )
 from headrace.sources.http._answers import Asked, check_answer, parse_content_range
+from headrace.sources.http._connection import Connection
+from headrace.sources.http._endpoint import endpoint_of
 from headrace.sources.http._failures import Failure, scrub
 from headrace.sources.http._pool import Line, lines
 from headrace.sources.http._retry import (
@@ -167,7 +170,7 @@ OUTCOMES = {
     "408": Outcome(once("status", code=408)),
     "503 for ever": Outcome(bad("status", code=503), ThrottledError, status=503, attempts=4, factor=4.1),
     "500 for ever": Outcome(bad("status", code=500), UnavailableError, status=500, attempts=4, factor=4.1),
-    "401": Outcome(bad("status", code=401), SourcePermissionError, status=401),
+    "401": Outcome(bad("status", code=401), SourcePermissionError, status=401, attempts=1),
     "403": Outcome(bad("status", code=403), SourcePermissionError, status=403, attempts=1),
     "404": Outcome(bad("status", code=404), SourceNotFoundError, status=404, attempts=1),
     "410": Outcome(bad("status", code=410), SourceNotFoundError, status=410, attempts=1),
@@ -687,6 +690,15 @@ def test_each_reader_has_a_connection_of_its_own() -> None:
         assert server.connections <= 8 + 1
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does and that sets no event."""
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("it never came")
+
+
 def test_close_ends_reads_that_stall() -> None:
     access = Access(policy=replace(BRISK, stall_timeout_s=60))
     for do, options in (("stall", {"after": 1000}), ("slow_start", {"seconds": 60}), ("status", {"code": 503})):
@@ -696,8 +708,7 @@ def test_close_ends_reads_that_stall() -> None:
             source = open_http(server.url, access=replace(access, policy=policy, timing=timing), prefix_nbytes=PREFIX)
             reading = threads.submit(source.read_into, PREFIX, memoryview(bytearray(100_000)))
             if do == "status":
-                while source.traffic.failed == 0:
-                    server.entered.wait(0.01)
+                wait_until(lambda source=source: source.traffic.failed > 0)
             else:
                 assert server.entered.wait(10)
             source.close()
@@ -708,26 +719,31 @@ def test_close_ends_reads_that_stall() -> None:
 
 def test_close_ends_a_connect() -> None:
     # A listener whose queue is full: the kernel drops further SYNs, and connecting waits.
-    import socket
-
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
         address = full.getsockname()
         for _ in range(4):
             sock = stack.enter_context(socket.socket())
             sock.setblocking(False)
             sock.connect_ex(address)
-        from headrace.sources.http._connection import Connection
-        from headrace.sources.http._endpoint import endpoint_of
-
         connection = Connection(endpoint_of(f"http://127.0.0.1:{address[1]}/", tls=None, proxy=None))
         with ThreadPoolExecutor(1) as threads:
-            opening = threads.submit(connection.open, 30.0)
-            while connection._sock is None or not connection._sock.gettimeout():
-                threading.Event().wait(0.01)
-            threading.Event().wait(0.05)
+            opening = threads.submit(connection.open, 60.0)
+            wait_until(lambda: connection._sock is not None and connection._sock.gettimeout() is not None)
             connection.shut()
-            opening.exception(timeout=10)
+            with contextlib.suppress(Failure):
+                opening.result(timeout=10)
         connection.close()
+
+
+def test_deadline_ends_a_connect() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        access = Access(policy=replace(BRISK, deadline_s=0.2, connect_timeout_s=60))
+        error = error_of(SourceTimeoutError, lambda: open_http(f"http://127.0.0.1:{full.getsockname()[1]}/x", access=access))
+    assert "deadline_s=0.2" in str(error)
 
 
 def test_a_forked_child_has_connections_of_its_own() -> None:
@@ -871,9 +887,18 @@ def test_a_stalled_range_is_hedged_before_the_stall_timeout() -> None:
         assert (source.traffic.hedges, source.traffic.failed) == (1, 0)
 
 
+def test_a_range_that_does_not_begin_is_hedged() -> None:
+    faults = [fault("slow_start", seconds=30, min_start=MIB, times=1)]
+    with Server(DATA, faults) as server, opened(server, Access(policy=EAGER)) as source:
+        warmed(source)
+        assert read(source, MIB, 500_000) == DATA[MIB : MIB + 500_000]
+        assert (source.traffic.hedges, source.traffic.failed) == (1, 0)
+        assert len(server.seen) == 8
+
+
 def test_a_hedge_that_fails_harms_nothing() -> None:
     faults = [
-        fault("trickle", step=20_000, seconds=0.02, min_start=MIB, times=1),
+        fault("trickle", step=10_000, seconds=0.06, min_start=MIB, times=1),
         fault("status", code=503, min_start=MIB, times=1),
     ]
     with Server(DATA, faults) as server, opened(server, Access(policy=EAGER)) as source:
@@ -887,8 +912,7 @@ def test_close_ends_a_hedge_as_well() -> None:
         source = open_http(server.url, access=Access(policy=EAGER), prefix_nbytes=PREFIX)
         warmed(source)
         reading = threads.submit(source.read_into, MIB, memoryview(bytearray(500_000)))
-        while source.traffic.requests < 8:
-            server.released.wait(0.01)
+        wait_until(lambda: source.traffic.requests == 8)
         source.close()
         assert isinstance(reading.exception(timeout=10), SourceError)
 

@@ -283,6 +283,8 @@ class Client:
         if located is not None and located == self._located and failure.kind in ("denied", "unauthorized", "missing"):
             self._located = None  # signed for a time that is over: let the first host say anew where it is
             failure.action = "refresh"
+        elif failure.action == "refresh" and self.access.authorize is None:
+            failure.action = "fail"  # there is nothing to renew
         raise failure
 
     @contextmanager
@@ -300,7 +302,7 @@ class Client:
         connection: Connection | None = None
         throttled = succeeded = usable = False
         try:
-            connection, line, answer, sent = self._ask(here, request, ours, watch)
+            connection, line, answer, sent = self._ask(here, request, ours, watch, tries)
             yield answer, sent
             succeeded = usable = True
             self._keep_quiet(gate, parse_rate_limit(answer.headers, self.access.timing.now()))
@@ -322,7 +324,9 @@ class Client:
         if wait_s and wait_s <= self.access.policy.longest_wait_s:
             gate.keep_quiet(self.access.timing.clock() + wait_s)
 
-    def _ask(self, here: _Here, request: Request, ours: bool, watch: Watch) -> tuple[Connection, Line, Answer, Request]:
+    def _ask(
+        self, here: _Here, request: Request, ours: bool, watch: Watch, tries: Tries
+    ) -> tuple[Connection, Line, Answer, Request]:
         """Sign and send, on a connection that waits if there is one; if the server has closed that meanwhile, on a new one."""
         allow_reuse = True
         while True:
@@ -332,7 +336,7 @@ class Client:
             try:
                 here.adopt(connection)
                 watch.on_connection(connection)
-                self._prepare(connection, line)
+                self._prepare(connection, line, tries)
                 connection.send(_encoded(signed, line.endpoint))
                 self.count(requests=1)
                 return connection, line, connection.read_answer(watch), signed
@@ -343,11 +347,11 @@ class Client:
                     raise
                 allow_reuse = False
 
-    def _prepare(self, connection: Connection, line: Line) -> None:
+    def _prepare(self, connection: Connection, line: Line, tries: Tries) -> None:
         policy = self.access.policy
         if not connection.reused:
             try:
-                connection.open(policy.connect_timeout_s)
+                connection.open(max(0.001, min(policy.connect_timeout_s, tries.left_s)))
             except Failure as failure:
                 if line.reached and failure.kind in ("refused", "dns", "unreachable"):
                     failure.action = "retry"  # it was there a moment ago

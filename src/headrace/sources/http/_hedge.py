@@ -69,24 +69,23 @@ class Patience:
     def on_waiting(self) -> None:
         """The gate is shut: that is no stall."""
         self._last = self.clock()
-        self._check(self._last)
+        self._check(self._last, 0)
 
     def on_quiet(self) -> None:
         """Nothing came for a tick."""
         now = self.clock()
         if now - self._last >= self._stall_s:
             raise Failure("stalled", f"no byte came for {self._stall_s:g} s")
-        self._check(now)
+        self._check(now, 0)
 
     def on_bytes(self, nbytes: int) -> None:
         """Bytes have come: the stall timeout begins anew."""
         now = self.clock()
         if nbytes:
             self._last = now
-        self._check(now)
+        self._check(now, nbytes)
 
-    def _check(self, now: float) -> None:
-        del now
+    def _check(self, _now: float, _fresh: int) -> None:
         self.client.check_open()
         if self._tries.left_s <= 0:
             raise Failure("deadline", "it was not complete")
@@ -101,23 +100,26 @@ class RangeWatch(Patience):
         self._first = landing.done
         self._began = self._last
         self._hedge: Hedge | None = None
-        self._receiving = False
 
-    def begin_body(self) -> None:
-        """The answer is right and its body comes: from here on it may turn out slow."""
-        self._receiving = True
+    def on_connection(self, connection: Connection) -> None:
+        """From here on the range may turn out slow: a server that is slow to begin counts as well."""
+        if self._hedge is not None and self._hedge.settled:
+            raise Failure("closed", "the second request was quicker")
+        if self.connection is None:
+            self._began = self.clock()
+        super().on_connection(connection)
 
-    def _check(self, now: float) -> None:
-        super()._check(now)
-        if self._hedge is not None or not self._receiving or self.connection is None:
+    def _check(self, now: float, fresh: int) -> None:
+        super()._check(now, fresh)
+        if self._hedge is not None or self.connection is None:
             return
         landing, policy = self._landing, self.client.access.policy
-        received, nbytes = landing.done - self._first, len(landing.view) - self._first
+        received, nbytes = landing.done - self._first + fresh, len(landing.view) - self._first
         slow = should_hedge(
             elapsed_s=now - self._began, received=received, nbytes=nbytes, recent=tuple(self._pace.recent), policy=policy
         )
         if slow and self._pace.take_for_hedge(nbytes - received, policy.hedge_share):
-            self._hedge = Hedge(self.client, landing, self.connection)
+            self._hedge = Hedge(self.client, landing, self)
 
     def settle(self) -> None:
         """All bytes came this way, or none more will."""
@@ -142,7 +144,7 @@ class Hedge:
     Whoever is complete first settles it. If that is the hedge, it shuts the slow connection, and that one's reader copies.
     """
 
-    def __init__(self, client: Client, landing: Landing, slow: Connection) -> None:
+    def __init__(self, client: Client, landing: Landing, slow: Patience) -> None:
         self._client, self._slow = client, slow
         self._scratch = bytearray(landing.end - landing.position)
         self._landing = Landing(landing.position, memoryview(self._scratch))
@@ -171,8 +173,8 @@ class Hedge:
             with self._lock:
                 self._won = not self._settled
                 self._settled = True
-                if self._won:
-                    self._slow.shut()
+                if self._won and self._slow.connection is not None:
+                    self._slow.connection.shut()
 
     def settle(self) -> None:
         """The slow one ended, so or so."""
@@ -204,7 +206,7 @@ class _HedgeWatch(Patience):
         super().__init__(client, tries)
         self._hedge = hedge
 
-    def _check(self, now: float) -> None:
-        super()._check(now)
+    def _check(self, now: float, fresh: int) -> None:
+        super()._check(now, fresh)
         if self._hedge.settled:
             raise Failure("closed", "the first request was quicker")

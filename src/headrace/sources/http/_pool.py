@@ -56,14 +56,14 @@ class Line:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 return None
-            if time.monotonic() - connection.idle_since < _IDLE_S and not connection.has_surplus:
+            if time.monotonic() - connection.idle_since < _IDLE_S and connection.is_silent:
                 connection.reused = True
                 return connection
             connection.close()
 
     def give(self, connection: Connection) -> None:
         """Let a connection wait for its next request, if anyone is left who might make one."""
-        if not connection.has_surplus:
+        if connection.is_clean:
             connection.idle_since = time.monotonic()
             with self._lock:
                 if self._users:

@@ -71,7 +71,6 @@ class HttpSource:
         watch = RangeWatch(client, tries, landing, client.pace)
         try:
             with client.ranged(Asked(landing.position, landing.end, self.version), watch, tries) as (answer, accepted):
-                watch.begin_body()
                 landing.receive(answer, accepted)
                 watch.settle()
         except Failure:
