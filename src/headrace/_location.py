@@ -55,15 +55,16 @@ def is_remote_url(url: object) -> bool:
 
 
 def _open_url(url: str, options: Options, credentials: object) -> Checkpoint:
-    from headrace._remote import open_remote, remote_folder  # these bring the network's modules in
+    from headrace._remote import Remote  # brings the network's modules in
 
+    remote = Remote(options, credentials)
     path = urlsplit(url).path
     if path.endswith(INDEX_SUFFIX):
         base, _, index = url.partition("?")[0].rpartition("/")
-        return open_folder(remote_folder(base, options, credentials), options, index=index, remote=True)
+        return open_folder(remote.folder(base), options, index=index, remote=True)
     if path.endswith(".safetensors"):
-        return open_files([lambda: open_remote(url, options, credentials)], url, options)
-    return open_folder(remote_folder(url, options, credentials), options, remote=True)
+        return open_files([lambda: remote.open(url)], url, options)
+    return open_folder(remote.folder(url), options, remote=True)
 
 
 def _open_path(path: Path, options: Options) -> Checkpoint:
@@ -89,20 +90,25 @@ def _folder(path: Path, options: Options) -> FileFolder:
 def _open_list(urls: Sequence[Any], options: Options, credentials: object) -> Checkpoint:
     if not urls:
         raise OptionError("url is an empty list: there is nothing to load", option="url")
+    is_remote = any(is_remote_url(url) for url in urls)
+    open_url = _url_opener(options, credentials) if is_remote else None
 
     def opener(url: Any) -> Callable[[], ByteSource]:
         if hasattr(url, "read_into"):
             return lambda: url
-        if is_remote_url(url):
-            from headrace._remote import open_remote
-
-            return lambda: open_remote(url, options, credentials)
+        if open_url is not None and is_remote_url(url):
+            return lambda: open_url(url)
         path = _local_path(url)
         return lambda: _file(path, options)
 
     named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
-    remote = any(is_remote_url(url) for url in urls)
-    return open_files([opener(url) for url in urls], named, options, remote=remote)
+    return open_files([opener(url) for url in urls], named, options, remote=is_remote)
+
+
+def _url_opener(options: Options, credentials: object) -> Callable[[str], ByteSource]:
+    from headrace._remote import Remote
+
+    return Remote(options, credentials).open
 
 
 def _local_path(url: str | os.PathLike[str]) -> Path:

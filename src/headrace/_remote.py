@@ -18,41 +18,56 @@ from headrace.sources.s3 import S3Credentials, S3Store
 from headrace.sources.web import WebFolder, open_web
 
 
-def open_remote(url: str, options: Options, credentials: object) -> ByteSource:
-    """Open one remote file. Raises OptionError for a scheme without a source, or credentials of another kind."""
-    scheme = urlsplit(url).scheme
-    if scheme == "s3":
-        return _store(options, credentials).open(url)
-    if scheme == "hf":
-        hub = HubSettings.from_environment()
-        return open_hub(url, token=_token(credentials) or hub.token, endpoint=hub.endpoint, access=_access(options))
-    if scheme in ("http", "https"):
-        return open_web(url, access=_access(options, bearer=_token(credentials)))
-    raise unknown_scheme(url, scheme)
+class Remote:
+    """The stores of one load: what one of them has found out (keys, regions) serves all urls.
 
+    Args:
+        options: patience.
+        credentials: who asks; None: as each store's own tools find it.
+    """
 
-def remote_folder(url: str, options: Options, credentials: object) -> Folder:
-    """The folder, prefix or repository that a url names. Raises as `open_remote`."""
-    scheme = urlsplit(url).scheme
-    if scheme == "s3":
-        return _store(options, credentials).folder(url)
-    if scheme == "hf":
-        hub = HubSettings.from_environment()
-        return HubFolder(url, token=_token(credentials) or hub.token, endpoint=hub.endpoint, access=_access(options))
-    if scheme in ("http", "https"):
-        return WebFolder(url, access=_access(options, bearer=_token(credentials)))
-    raise unknown_scheme(url, scheme)
+    def __init__(self, options: Options, credentials: object) -> None:
+        self._options, self._credentials = options, credentials
+        self._s3: S3Store | None = None
+
+    def open(self, url: str) -> ByteSource:
+        """Open one file. Raises OptionError for a scheme without a source, or credentials of another kind."""
+        scheme = urlsplit(url).scheme
+        if scheme == "s3":
+            return self._store().open(url)
+        if scheme == "hf":
+            hub = HubSettings.from_environment()
+            token = _token(self._credentials) or hub.token
+            return open_hub(url, token=token, endpoint=hub.endpoint, access=_access(self._options))
+        if scheme in ("http", "https"):
+            return open_web(url, access=_access(self._options, bearer=_token(self._credentials)))
+        raise unknown_scheme(url, scheme)
+
+    def folder(self, url: str) -> Folder:
+        """The folder, prefix or repository that a url names. Raises as `open`."""
+        scheme = urlsplit(url).scheme
+        if scheme == "s3":
+            return self._store().folder(url)
+        if scheme == "hf":
+            hub = HubSettings.from_environment()
+            token = _token(self._credentials) or hub.token
+            return HubFolder(url, token=token, endpoint=hub.endpoint, access=_access(self._options))
+        if scheme in ("http", "https"):
+            return WebFolder(url, access=_access(self._options, bearer=_token(self._credentials)))
+        raise unknown_scheme(url, scheme)
+
+    def _store(self) -> S3Store:
+        given = self._credentials
+        if given is not None and not isinstance(given, S3Credentials) and not callable(given):
+            raise OptionError(f"credentials for s3:// are S3Credentials, not {type(given).__name__}", option="credentials")
+        if self._s3 is None:
+            self._s3 = S3Store(cast(Any, given), access=_access(self._options, aws=True))
+        return self._s3
 
 
 def unknown_scheme(url: str, scheme: str) -> OptionError:
     """The error for a scheme that no adapter takes."""
     return OptionError(f"{url}: there is no source for {scheme}:// yet; local paths, s3, hf, https and http work", option="url")
-
-
-def _store(options: Options, credentials: object) -> S3Store:
-    if credentials is not None and not isinstance(credentials, S3Credentials) and not callable(credentials):
-        raise OptionError(f"credentials for s3:// are S3Credentials, not {type(credentials).__name__}", option="credentials")
-    return S3Store(cast(Any, credentials), access=_access(options, aws=True))
 
 
 def _token(credentials: object) -> str | None:
