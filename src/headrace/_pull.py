@@ -595,6 +595,7 @@ class _File:
     nbytes: int
     part: _Part
     is_there: bool
+    is_remote: bool
     resumed: set[int] = field(default_factory=set)
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -661,7 +662,7 @@ class _Pull:
         key = _key(source)
         part = _Part(self._destination, name, key, nbytes=source.nbytes, range_nbytes=self._range_nbytes)
         there = self._destination.holds(name, key)
-        file = _File(name, source, key, source.nbytes, part, there)
+        file = _File(name, source, key, source.nbytes, part, there, is_remote(source))
         if there:
             part.discard()
         else:
@@ -708,7 +709,7 @@ class _Pull:
     def _crew(self, files: Sequence[_File], *, buffers: int = 1) -> dict[str, int]:
         concurrency = self._concurrency
         if concurrency is None:
-            remote = any(file.source is not None and is_remote(file.source) for file in files)
+            remote = any(file.is_remote for file in files)
             concurrency = _NETWORK_CONCURRENCY if remote else min(8, max(2, available_cpus()))
         count = sum(max(1, len(self._indexes(file))) for file in files)
         return {"threads": min(concurrency, count), "buffer_nbytes": buffers * self._range_nbytes}
