@@ -1,4 +1,4 @@
-"""Serve a model from an S3 server on loopback, stream it from there, and compare it with the local file. Exits 1 on a difference."""
+"""Serve a model from an S3 server on loopback, stream it, and compare it with the local file. Exits 1 on a difference."""
 
 from __future__ import annotations
 
