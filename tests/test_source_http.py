@@ -216,6 +216,11 @@ OUTCOMES = {
     "gzip": Outcome(bad("gzip"), WrongEncodingError, status=200, attempts=2),
     "gzip once": Outcome(once("gzip")),
     "gzip with a right range": Outcome(bad("x", headers={"Content-Encoding": "gzip"}), WrongEncodingError, status=206),
+    "gzip on top of identity": Outcome(
+        bad("x", headers={"Content-Encoding": "identity", "content-encoding": "gzip"}), WrongEncodingError
+    ),
+    "compressed on the way": Outcome(bad("chunked", headers={"Transfer-Encoding": "gzip, chunked"}), WrongEncodingError),
+    "chunked and a length": Outcome(bad("chunked", headers={"Content-Length": "5"})),
     "identity": Outcome(bad("x", headers={"Content-Encoding": "identity"})),
     "redirect": Outcome(bad("redirect", to="http://127.0.0.1:1/x"), RedirectError, status=307, attempts=1),
     "not HTTP": Outcome(bad("garbage"), WrongAnswerError),

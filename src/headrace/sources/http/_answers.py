@@ -117,8 +117,8 @@ def check_answer(status: int, headers: Headers, asked: Asked) -> Accepted:
         return empty
     if status not in (200, 206):
         raise Failure("protocol", f"the server answered {status} to a GET of a range", status=status)
-    coding = headers.get("content-encoding")
-    if coding is not None and coding.strip().lower() not in ("", "identity"):
+    coding = ", ".join(headers.get_all("content-encoding"))
+    if coding.lower() not in ("", "identity"):
         raise Failure("encoding", f"the server sent it with Content-Encoding {coding!r}", status=status)
     length = _single_length(headers, status)
     told = headers.get_all("content-range")

@@ -233,7 +233,10 @@ class Connection:
                 break
         wishes = {wish.strip().lower() for value in headers.get_all("connection") for wish in value.split(",")}
         reusable = "close" not in wishes if is_new else "keep-alive" in wishes
-        chunked = (headers.get("transfer-encoding") or "").lower() == "chunked"
+        coding = ", ".join(headers.get_all("transfer-encoding")).lower()
+        if coding not in ("", "chunked"):
+            raise Failure("encoding", f"the server sent it with Transfer-Encoding {coding!r}", status=status)
+        chunked = coding == "chunked"
         length = headers.get("content-length") or ""
         left: int | None = int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None
         if chunked or status in (204, 304):
