@@ -52,6 +52,7 @@ RANGE_NBYTES: Final = 8 << 20  # as network reads: a request's overhead is small
 _NETWORK_CONCURRENCY: Final = 16
 _KEPT_OPEN: Final = 256  # more files than this are opened again when their turn comes: descriptors are limited
 _OPENERS: Final = 32
+_REPORTED_S: Final = 0.5
 _NEW: Final = os.O_CREAT | os.O_EXCL
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | _SAFE
@@ -199,7 +200,7 @@ def pull_folder(
         include, exclude: globs on paths relative to the source; `*` also matches `/`. None: all, and none.
         concurrency: ranges at once; None: 16 over a network, else from the CPUs.
         move: remove the files from the source once all of them are in place and every byte was read back and compared.
-        progress: called on this thread, after every range.
+        progress: called on this thread, after every range and twice a second.
         range_nbytes: how much is read at once.
         free_nbytes: tells how much room a path has.
 
@@ -860,11 +861,11 @@ class _Pull:
                 started.append(thread)
             running = len(crew)
             while running:
-                outcome = outcomes.get()
+                outcome = _next_outcome(outcomes)
                 if isinstance(outcome, BaseException):
                     raise outcome
                 running -= outcome is False
-                if outcome:
+                if outcome is not False:
                     self._counts.report()
         except BaseException:
             self._stop.set()
@@ -879,6 +880,17 @@ class _Pull:
             source = file.source
             if source is not None:
                 source.close()
+
+
+def _next_outcome(outcomes: queue.SimpleQueue[BaseException | bool]) -> BaseException | bool | None:
+    """What a worker says; None where all are silent for a while, so that a bar shows that nothing comes.
+
+    A signal that arrives just before the wait begins does not end it (CPython looks for signals, then waits), so no wait is for ever.
+    """
+    try:
+        return outcomes.get(timeout=_REPORTED_S)
+    except queue.Empty:
+        return None
 
 
 def _key(source: ByteSource) -> str:
