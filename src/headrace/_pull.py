@@ -885,7 +885,7 @@ class _Pull:
 def _next_outcome(outcomes: queue.SimpleQueue[BaseException | bool]) -> BaseException | bool | None:
     """What a worker says; None where all are silent for a while, so that a bar shows that nothing comes.
 
-    A signal that arrives just before the wait begins does not end it (CPython looks for signals, then waits), so no wait is for ever.
+    A signal just before the wait does not end it (CPython looks for signals first, then waits), so no wait is for ever.
     """
     try:
         return outcomes.get(timeout=_REPORTED_S)
