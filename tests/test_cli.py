@@ -306,7 +306,7 @@ def test_every_error_class_is_tested_above() -> None:
         (["load", "MODEL", "--direct-io", "maybe"], 2, "'auto', 'on', 'off'"),
         (["load", "MODEL", "--order", "any"], 2, "'ready', 'file'"),
         (["load", "MODEL", "--ownership", "none"], 2, "'leased'"),
-        (["load", "s3://bucket/model"], 2, "s3://"),
+        (["load", "gs://bucket/model"], 2, "gs://"),
     ],
 )
 def test_mistakes_are_explained(model: Path, arguments: list[str], code: int, part: str) -> None:
