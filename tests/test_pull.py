@@ -19,8 +19,17 @@ import pytest
 from http_servers import Server, fault
 
 import headrace
-from headrace._pull import STATE, DestinationError, NoSpaceError, PullProgress, PullReport, pull_folder
-from headrace.errors import FormatError, IntegrityError, OptionError, SourceChangedError, SourceError, SourceNotFoundError
+from headrace._pull import STATE, PullProgress, PullReport, pull_folder
+from headrace.errors import (
+    DestinationError,
+    FormatError,
+    IntegrityError,
+    NoSpaceError,
+    OptionError,
+    SourceChangedError,
+    SourceError,
+    SourceNotFoundError,
+)
 from headrace.sources.base import Folder, RemovableFolder, Tree
 from headrace.sources.file import FileFolder
 from headrace.sources.http import Access, Policy
@@ -619,21 +628,44 @@ def test_move_removes_nothing_where_something_is_wrong(
     assert contents(tmp_path / "src") == model()
 
 
+# -- the public call -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_a_file_and_a_file_url_are_pulled(tmp_path: Path, dst: Path) -> None:
+    fill(tmp_path / "src", model())
+    name = next(name for name in sorted(model()) if "/" not in name)
+    report = headrace.pull((tmp_path / "src" / name).as_uri(), dst)
+    assert contents(dst) == {name: model()[name]}
+    assert report.files == 1
+    assert headrace.pull(tmp_path / "src", dst).skipped_files == 1
+    assert contents(dst) == model()
+
+
+def test_an_s3_prefix_is_pulled(dst: Path) -> None:
+    from headrace.sources.s3 import S3Credentials
+    from headrace.testing.s3server import S3Server
+
+    with S3Server({"bucket": {f"m/{name}": data for name, data in model().items()} | {"m2/other": b"x"}}) as server:
+        credentials = S3Credentials(access_key_id="AKTEST", secret_access_key="SKTESTSECRET", endpoint=server.url)
+        headrace.pull("s3://bucket/m", dst, credentials=credentials)
+    assert contents(dst) == model()
+
+
+def test_a_destination_that_is_no_local_path_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path / "src", model())
+    with pytest.raises(OptionError):
+        headrace.pull(tmp_path / "src", "s3://bucket/m")
+
+
 # -- the command line ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+def command() -> Any:
     from typer.testing import CliRunner
 
     from headrace.cli import app
 
-    if not hasattr(headrace, "pull"):
-
-        def local(url: str, dst: str, **given: Any) -> PullReport:
-            return pull_folder(FileFolder(url), dst, **given)
-
-        monkeypatch.setattr(headrace, "pull", local, raising=False)
     return lambda *arguments: CliRunner().invoke(app, ["pull", *map(str, arguments)])
 
 

@@ -5,22 +5,26 @@ headrace.stream(url)   -> (name, tensor) pairs, as soon as their bytes are in
 headrace.read(checkpoint, name) -> one tensor of an open checkpoint
 headrace.open(url)     -> a mapping from names to TensorInfo, no tensor read
 headrace.plan(url)     -> what a load would do, and why
+headrace.pull(url, dst) copies files into a folder
 headrace.safe_open, headrace.load_file: as in safetensors
 """
 
-from headrace._api import TensorStream, load, open, plan, read, stream
+from headrace._api import TensorStream, load, open, plan, pull, read, stream
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
 from headrace._options import Options
 from headrace._plan import Plan
 from headrace._progress import Snapshot
+from headrace._pull import PullProgress, PullReport
 from headrace.errors import (
+    DestinationError,
     DeviceError,
     DeviceMemoryError,
     FormatError,
     HeadraceError,
     IntegrityError,
     LoadError,
+    NoSpaceError,
     OptionError,
     PeerError,
     PinningError,
@@ -39,17 +43,21 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Checkpoint",
+    "DestinationError",
     "DeviceError",
     "DeviceMemoryError",
     "FormatError",
     "HeadraceError",
     "IntegrityError",
     "LoadError",
+    "NoSpaceError",
     "OptionError",
     "Options",
     "PeerError",
     "PinningError",
     "Plan",
+    "PullProgress",
+    "PullReport",
     "Snapshot",
     "SourceChangedError",
     "SourceError",
@@ -65,6 +73,7 @@ __all__ = [
     "load_file",
     "open",
     "plan",
+    "pull",
     "read",
     "safe_open",
     "stream",

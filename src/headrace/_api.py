@@ -5,8 +5,10 @@ torch is imported when tensors are about to be made and not before: `open` and `
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from glob import escape
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,16 @@ from typing_extensions import Self
 
 from headrace._checkpoint import Checkpoint
 from headrace._interpreter import gc_paused
-from headrace._location import Location, open_location
+from headrace._location import Location, local_path, open_location, open_place
 from headrace._options import Options, resolve
 from headrace._plan import Plan
 from headrace._progress import Snapshot
+from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
 from headrace._request import Into, Order, Ownership, Rename, Request, read_at_once
 from headrace._selection import DTypeRule, Names
 from headrace._slices import Index
 from headrace.errors import OptionError, StreamError
+from headrace.sources.base import Folder
 
 if TYPE_CHECKING:
     import torch
@@ -214,6 +218,52 @@ def read(checkpoint: Checkpoint, name: str, index: Index | None = None) -> torch
     slices = None if index is None else {name: index}
     # The limit is what keeps a small part in a small piece of address space.
     return load(checkpoint, names=[name], slices=slices, memory_limit=info.nbytes)[name]
+
+
+def pull(
+    url: str | os.PathLike[str] | Folder,
+    dst: str | os.PathLike[str],
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    move: bool = False,
+    credentials: object = None,
+    progress: Callable[[PullProgress], None] | None = None,
+    options: Options | None = None,
+    **overrides: Any,
+) -> PullReport:
+    """Copy files from any source to a local folder, /dev/shm for example: in parallel, resumable, each file whole or not there.
+
+    Args:
+        url: a folder, or one file, as for `open`.
+        dst: the folder to fill; made where it does not exist. Two pulls to one folder do the work once.
+        include, exclude: patterns of paths below `url`; None: everything, and nothing.
+        move: remove the files from a local source, after every byte was compared.
+        credentials: as for `open`.
+        progress: called with a `PullProgress`, on the calling thread.
+        options: tuning; see `Options`. Every field may also be given by name.
+
+    Returns:
+        What was copied, resumed and skipped.
+
+    Raises:
+        As `open`; DestinationError, NoSpaceError: `dst` cannot be written to, or has no room. FormatError: a name that leads out
+        of `dst`. IntegrityError: a copy is not what was read.
+
+    Example:
+        >>> headrace.pull("s3://bucket/minilm", "/dev/shm/minilm", exclude="*.bin")
+    """
+    resolved = _resolved(url, options, overrides)
+    folder, only = open_place(url, resolved, credentials)
+    return pull_folder(
+        folder,
+        local_path(dst),
+        include=include if only is None else escape(only),
+        exclude=exclude,
+        concurrency=resolved.concurrency,
+        move=move,
+        progress=progress,
+    )
 
 
 class TensorStream(Iterator[tuple[str, Any]]):

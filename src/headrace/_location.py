@@ -38,7 +38,7 @@ def open_location(url: Location, options: Options, credentials: object = None) -
     if isinstance(url, (str, os.PathLike)):
         if is_remote_url(url):
             return _open_url(str(url), options, credentials)
-        return _open_path(_local_path(url), options)
+        return _open_path(local_path(url), options)
     if isinstance(url, Sequence):
         return _open_list(url, options, credentials)
     if hasattr(url, "read_into"):
@@ -47,6 +47,22 @@ def open_location(url: Location, options: Options, credentials: object = None) -
     if hasattr(url, "names"):
         return open_folder(url, options)
     raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")
+
+
+def open_place(url: object, options: Options, credentials: object) -> tuple[Folder, str | None]:
+    """The folder that a url names, and the file in it where it names one.
+
+    Raises:
+        OptionError: there is no source for it.
+    """
+    if hasattr(url, "names"):
+        return cast(Folder, url), None
+    if is_remote_url(url):
+        from headrace._remote import Remote
+
+        return Remote(options, credentials).place(str(url))
+    path = local_path(cast("str | os.PathLike[str]", url))
+    return (_folder(path.parent, options), path.name) if path.is_file() else (_folder(path, options), None)
 
 
 def is_remote_url(url: object) -> bool:
@@ -98,7 +114,7 @@ def _open_list(urls: Sequence[Any], options: Options, credentials: object) -> Ch
             return lambda: url
         if open_url is not None and is_remote_url(url):
             return lambda: open_url(url)
-        path = _local_path(url)
+        path = local_path(url)
         return lambda: _file(path, options)
 
     named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
@@ -111,10 +127,13 @@ def _url_opener(options: Options, credentials: object) -> Callable[[str], ByteSo
     return Remote(options, credentials).open
 
 
-def _local_path(url: str | os.PathLike[str]) -> Path:
+def local_path(url: str | os.PathLike[str]) -> Path:
+    """The path that a path or file URL names. Raises OptionError for what is neither."""
     if not isinstance(url, (str, os.PathLike)):
         raise OptionError(f"url is a path, a URL or a source, not {type(url).__name__}", option="url")
     text = os.fspath(url)
+    if is_remote_url(text):
+        raise OptionError(f"{text}: this has to be a local path", option="url")
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):

@@ -59,7 +59,7 @@ class Options:
         partition: how ranks of a group divide a checkpoint: "spans", "chunks" or "files".
         stall_timeout_s: seconds without a byte after which a network read is tried again.
         attempts: tries of one network range before its error is raised.
-        deadline_s: seconds after which a network load gives up; None: never.
+        deadline_s: seconds after which one network range is given up, all its tries together; None: never.
 
     Raises:
         OptionError: a value that cannot be used.

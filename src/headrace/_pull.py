@@ -39,7 +39,16 @@ from typing_extensions import Self
 from headrace._checkpoint import INDEX_SUFFIX
 from headrace._interpreter import switching_fast
 from headrace._machine import available_cpus
-from headrace.errors import FormatError, HeadraceError, IntegrityError, OptionError, SourceChangedError, SourceNotFoundError
+from headrace.errors import (
+    DestinationError,
+    FormatError,
+    HeadraceError,
+    IntegrityError,
+    NoSpaceError,
+    OptionError,
+    SourceChangedError,
+    SourceNotFoundError,
+)
 from headrace.sources.base import ByteSource, Folder, aligned_source, is_remote
 
 log = logging.getLogger("headrace")
@@ -72,35 +81,6 @@ _HINTS: Final = {
     errno.EXDEV: "another filesystem is mounted inside the destination; pull to it directly",
     errno.EIO: "the storage failed; see the kernel log (dmesg)",
 }
-
-
-class DestinationError(HeadraceError, OSError):
-    """The folder that is filled cannot be written to.
-
-    Attributes:
-        url: the path that was written.
-        status: errno.
-    """
-
-    def __init__(self, message: str, *, url: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.url = url
-        self.status = status
-
-
-class NoSpaceError(DestinationError):
-    """The destination has no room for the files.
-
-    Attributes:
-        needed, free: bytes; None where the filesystem filled up on the way.
-    """
-
-    def __init__(
-        self, message: str, *, url: str, status: int | None = None, needed: int | None = None, free: int | None = None
-    ) -> None:
-        super().__init__(message, url=url, status=status)
-        self.needed = needed
-        self.free = free
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,17 @@ class Remote:
             return WebFolder(url, access=_access(self._options, bearer=_token(self._credentials)))
         raise unknown_scheme(url, scheme)
 
+    def place(self, url: str) -> tuple[Folder, str | None]:
+        """The folder that a url names, and the file in it where it names one. Raises as `open`."""
+        parts = urlsplit(url)
+        base, _, name = parts.path.rpartition("/")
+        if not name.endswith((".safetensors", ".safetensors.index.json")):
+            return self.folder(url), None
+        folder_url = parts._replace(path=base).geturl()
+        if parts.scheme in ("http", "https"):
+            return WebFolder(folder_url, [name], access=_access(self._options, bearer=_token(self._credentials))), name
+        return self.folder(folder_url), name
+
     def _store(self) -> S3Store:
         given = self._credentials
         if given is not None and not isinstance(given, S3Credentials) and not callable(given):

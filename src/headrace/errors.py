@@ -9,6 +9,8 @@
     │   ├── SourceChangedError               replaced, rewritten or vanished while it was read
     │   ├── TruncatedError                   it ends before the bytes that were promised
     │   └── IntegrityError                   the bytes are not those of the digest
+    ├── DestinationError(OSError)            .url .status         a folder that is filled cannot be written to
+    │   └── NoSpaceError                     .needed .free
     ├── DeviceError(RuntimeError)            .device
     │   ├── DeviceMemoryError                .requested .free
     │   └── PinningError
@@ -115,6 +117,35 @@ class TruncatedError(SourceError):
 
 class IntegrityError(SourceError):
     """The bytes that were read do not have the expected digest."""
+
+
+class DestinationError(HeadraceError, OSError):
+    """The folder that is filled cannot be written to.
+
+    Attributes:
+        url: the path that was written.
+        status: errno.
+    """
+
+    def __init__(self, message: str, *, url: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.url = url
+        self.status = status
+
+
+class NoSpaceError(DestinationError):
+    """The destination has no room for the files.
+
+    Attributes:
+        needed, free: bytes; None where the filesystem filled up on the way.
+    """
+
+    def __init__(
+        self, message: str, *, url: str, status: int | None = None, needed: int | None = None, free: int | None = None
+    ) -> None:
+        super().__init__(message, url=url, status=status)
+        self.needed = needed
+        self.free = free
 
 
 class DeviceError(HeadraceError, RuntimeError):

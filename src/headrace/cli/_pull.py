@@ -52,7 +52,7 @@ def pull(
     work once.
     """
     with _reporting(quiet=as_json) as report:
-        done: PullReport = headrace.pull(  # type: ignore[attr-defined]  # public as soon as `_api` has it
+        done: PullReport = headrace.pull(
             src,
             dst,
             include=include or None,
