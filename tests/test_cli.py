@@ -254,6 +254,8 @@ def test_load_of_an_empty_checkpoint(tmp_path: Path) -> None:
         (headrace.SourceChangedError("went wrong"), 1),
         (headrace.TruncatedError("went wrong"), 1),
         (headrace.IntegrityError("went wrong"), 1),
+        (headrace.DestinationError("went wrong", url="a"), 1),
+        (headrace.NoSpaceError("went wrong", url="a"), 1),
         (headrace.DeviceError("went wrong"), 1),
         (headrace.DeviceMemoryError("went wrong"), 1),
         (headrace.PinningError("went wrong"), 1),
