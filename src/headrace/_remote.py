@@ -1,4 +1,4 @@
-"""Which adapter a URL scheme takes: http(s), hf and s3. Imported when such a url is opened, and not before.
+"""Which adapter a URL scheme takes. Imported when such a url is opened, and not before; adapters when their scheme is met.
 
 The adapters name, sign and list; patience, proxies and trusted CAs are the same for all of them and come from the options and the
 environment.
@@ -6,16 +6,24 @@ environment.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from headrace._options import HubSettings, NetworkSettings, Options
 from headrace.errors import OptionError
 from headrace.sources.base import ByteSource, Folder
 from headrace.sources.http import Access, Policy
-from headrace.sources.huggingface import HubFolder, open_hub
-from headrace.sources.s3 import S3Credentials, S3Store
-from headrace.sources.web import WebFolder, open_web
+
+
+class Store(Protocol):
+    """Where one scheme's urls lead, as one set of credentials sees it."""
+
+    def open(self, url: str) -> ByteSource:
+        """Open one file."""
+
+    def folder(self, url: str) -> Folder:
+        """The folder, prefix or repository that a url names."""
 
 
 class Remote:
@@ -28,33 +36,15 @@ class Remote:
 
     def __init__(self, options: Options, credentials: object) -> None:
         self._options, self._credentials = options, credentials
-        self._s3: S3Store | None = None
+        self._stores: dict[Callable[[Options, Any], Store], Store] = {}
 
     def open(self, url: str) -> ByteSource:
         """Open one file. Raises OptionError for a scheme without a source, or credentials of another kind."""
-        scheme = urlsplit(url).scheme
-        if scheme == "s3":
-            return self._store().open(url)
-        if scheme == "hf":
-            hub = HubSettings.from_environment()
-            token = _token(self._credentials) or hub.token
-            return open_hub(url, token=token, endpoint=hub.endpoint, access=_access(self._options))
-        if scheme in ("http", "https"):
-            return open_web(url, access=_access(self._options, bearer=_token(self._credentials)))
-        raise unknown_scheme(url, scheme)
+        return self._store(url).open(url)
 
     def folder(self, url: str) -> Folder:
         """The folder, prefix or repository that a url names. Raises as `open`."""
-        scheme = urlsplit(url).scheme
-        if scheme == "s3":
-            return self._store().folder(url)
-        if scheme == "hf":
-            hub = HubSettings.from_environment()
-            token = _token(self._credentials) or hub.token
-            return HubFolder(url, token=token, endpoint=hub.endpoint, access=_access(self._options))
-        if scheme in ("http", "https"):
-            return WebFolder(url, access=_access(self._options, bearer=_token(self._credentials)))
-        raise unknown_scheme(url, scheme)
+        return self._store(url).folder(url)
 
     def place(self, url: str) -> tuple[Folder, str | None]:
         """The folder that a url names, and the file in it where it names one. Raises as `open`."""
@@ -62,23 +52,73 @@ class Remote:
         base, _, name = parts.path.rpartition("/")
         if not name.endswith((".safetensors", ".safetensors.index.json")):
             return self.folder(url), None
-        folder_url = parts._replace(path=base).geturl()
-        if parts.scheme in ("http", "https"):
-            return WebFolder(folder_url, [name], access=_access(self._options, bearer=_token(self._credentials))), name
-        return self.folder(folder_url), name
+        store, folder_url = self._store(url), parts._replace(path=base).geturl()
+        if isinstance(store, _Web):
+            return store.folder(folder_url, [name]), name
+        return store.folder(folder_url), name
 
-    def _store(self) -> S3Store:
-        given = self._credentials
-        if given is not None and not isinstance(given, S3Credentials) and not callable(given):
-            raise OptionError(f"credentials for s3:// are S3Credentials, not {type(given).__name__}", option="credentials")
-        if self._s3 is None:
-            self._s3 = S3Store(cast(Any, given), access=_access(self._options, aws=True))
-        return self._s3
+    def _store(self, url: str) -> Store:
+        scheme = urlsplit(url).scheme
+        make = _MAKERS.get(scheme)
+        if make is None:
+            raise unknown_scheme(url, scheme)
+        if make not in self._stores:
+            self._stores[make] = make(self._options, self._credentials)
+        return self._stores[make]
 
 
 def unknown_scheme(url: str, scheme: str) -> OptionError:
     """The error for a scheme that no adapter takes."""
-    return OptionError(f"{url}: there is no source for {scheme}:// yet; local paths, s3, hf, https and http work", option="url")
+    return OptionError(f"{url}: there is no source for {scheme}://; local paths, {', '.join(_MAKERS)} work", option="url")
+
+
+# ---- one maker per store
+
+
+def _open_s3(options: Options, given: object) -> Store:
+    from headrace.sources.s3 import S3Credentials, S3Store
+
+    if given is not None and not isinstance(given, S3Credentials) and not callable(given):
+        raise OptionError(f"credentials for s3:// are S3Credentials, not {type(given).__name__}", option="credentials")
+    return S3Store(cast(Any, given), access=_access(options, aws=True))
+
+
+class _Hub:
+    """The Hugging Face hub."""
+
+    def __init__(self, options: Options, given: object) -> None:
+        settings = HubSettings.from_environment()
+        self._token, self._endpoint, self._access = _token(given) or settings.token, settings.endpoint, _access(options)
+
+    def open(self, url: str) -> ByteSource:
+        from headrace.sources.huggingface import open_hub
+
+        return open_hub(url, token=self._token, endpoint=self._endpoint, access=self._access)
+
+    def folder(self, url: str) -> Folder:
+        from headrace.sources.huggingface import HubFolder
+
+        return HubFolder(url, token=self._token, endpoint=self._endpoint, access=self._access)
+
+
+class _Web:
+    """Plain web servers."""
+
+    def __init__(self, options: Options, given: object) -> None:
+        self._access = _access(options, bearer=_token(given))
+
+    def open(self, url: str) -> ByteSource:
+        from headrace.sources.web import open_web
+
+        return open_web(url, access=self._access)
+
+    def folder(self, url: str, names: list[str] | None = None) -> Folder:
+        from headrace.sources.web import WebFolder
+
+        return WebFolder(url, names, access=self._access)
+
+
+_MAKERS: Final[dict[str, Callable[[Options, object], Store]]] = {"s3": _open_s3, "hf": _Hub, "https": _Web, "http": _Web}
 
 
 def _token(credentials: object) -> str | None:
