@@ -950,6 +950,15 @@ def test_bodies_that_end_early_promise_all_of_it(faulty: S3Server, action: fault
     assert faulty.requests[-1].sent == nbytes
 
 
+@pytest.mark.parametrize("by", [7, -7])
+def test_a_length_that_lies_is_told_and_the_body_is_as_it_was(faulty: S3Server, by: int) -> None:
+    faulty.fail(Rule(faults.LyingLength(by)))
+    head, body, error = receive(faulty)
+    assert f"\r\nContent-Length: {len(DATA) + by}\r\n".encode() in head
+    assert b"\r\nConnection: close" in head
+    assert (body, error) == (DATA, None)
+
+
 def test_reset_ends_with_a_reset(faulty: S3Server) -> None:
     faulty.fail(Rule(faults.Reset(after=1000)))
     head, body, error = receive(faulty)
@@ -1041,7 +1050,7 @@ def test_rules_are_read_from_json() -> None:
         {"do": "fewer", "bytes": 5}, {"do": "extra", "bytes": 5, "skip": 1, "every": 2}, {"do": "short", "after": 9},
         {"do": "reset"}, {"do": "stall", "after": 1, "seconds": 2}, {"do": "trickle", "rate": 1000, "min_start": 7},
         {"do": "slow_start", "seconds": 1}, {"do": "hangup"}, {"do": "replaced"}, {"do": "flip", "at": 3}, {"do": "gzip"},
-        {"do": "redirect", "to": "http://x", "code": 301}
+        {"do": "redirect", "to": "http://x", "code": 301}, {"do": "lying_length", "by": -1}
     ]"""
     rules = faults.parse_rules(json.loads(text))
     assert {faults.name_of(rule.do) for rule in rules} == set(faults.ACTIONS)
@@ -1093,6 +1102,53 @@ def test_connections_are_kept_and_requests_at_once_are_counted(server: S3Server)
     assert 1 <= server.peak_inflight <= 4
     server.forget()
     assert (server.requests, server.bytes_asked, server.connections) == ([], 0, 0)
+
+
+def test_connections_open_at_once_are_counted(server: S3Server) -> None:
+    server.forget()
+    sockets = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3)]
+    assert server.wait_until(lambda: server.open_connections == 3)
+    for sock in sockets:
+        sock.close()
+    assert server.wait_until(lambda: server.open_connections == 0)
+    Client(server).get("/public/a.bin")
+    assert server.wait_until(lambda: server.open_connections == 0)
+    assert (server.connections, server.peak_connections) == (4, 3)
+    server.forget()
+    assert server.peak_connections == 0
+
+
+def test_requests_are_held_and_go_on_in_rounds(faulty: S3Server) -> None:
+    def two_in_a_row() -> list[int]:
+        return [fetch(faulty).status for _ in range(2)]
+
+    assert (faulty.release(), faulty.let_go(), faulty.held) == (0, 0, 0)
+    faulty.hold()
+    faulty.hold()
+    with ThreadPoolExecutor(3) as threads:
+        done = [threads.submit(two_in_a_row) for _ in range(3)]
+        assert faulty.wait_until(lambda: faulty.held == 3)
+        assert [request.status for request in faulty.requests] == [0, 0, 0]
+        assert faulty.release() == 3
+        assert faulty.wait_until(lambda: faulty.held == 3)
+        assert [request.status for request in faulty.requests] == [206] * 3 + [0] * 3
+        assert faulty.let_go() == 3
+        assert [future.result() for future in done] == [[206, 206]] * 3
+    assert (faulty.rounds, faulty.held) == (2, 0)
+    assert fetch(faulty).status == 206
+
+
+def test_a_client_that_leaves_is_held_no_more_nor_one_of_a_server_that_stops(faulty: S3Server) -> None:
+    faulty.hold()
+    with socket.create_connection(("127.0.0.1", faulty.port), timeout=10) as sock:
+        sock.sendall(b"GET /models/a.bin HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert faulty.wait_until(lambda: faulty.held == 1)
+    assert faulty.wait_until(lambda: faulty.held == 0 and faulty.inflight == 0)
+    assert faulty.requests[0].left_early
+    with socket.create_connection(("127.0.0.1", faulty.port), timeout=10) as sock:
+        sock.sendall(b"GET /models/a.bin HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert faulty.wait_until(lambda: faulty.held == 1)
+        faulty.stop()
 
 
 @pytest.mark.parametrize(

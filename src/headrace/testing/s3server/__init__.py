@@ -14,7 +14,7 @@ also a plain HTTP proxy to itself: a client that is told to use it as its proxy 
 
 The rest of the package is pure but for `wire`, `connection` and `server`: `signatures` (SigV4), `listing`, `conditions` (Range,
 If-Match), `checksums`, `payloads`, `faults` (rules), `answers` (what faults make of them), `buckets`, `service` (what S3 answers
-to what), `ledger` (records and counts).
+to what), `ledger` (records and counts), `turnstile` (requests that wait for each other).
 """
 
 from headrace.testing.s3server.buckets import Bucket
@@ -27,6 +27,7 @@ from headrace.testing.s3server.faults import (
     Gzip,
     Hangup,
     IgnoreRange,
+    LyingLength,
     LyingRange,
     Redirect,
     Replaced,
@@ -53,6 +54,7 @@ __all__ = [
     "Gzip",
     "Hangup",
     "IgnoreRange",
+    "LyingLength",
     "LyingRange",
     "Redirect",
     "Replaced",

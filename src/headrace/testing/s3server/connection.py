@@ -19,6 +19,7 @@ from headrace.testing.s3server.faults import Action, RuleBook
 from headrace.testing.s3server.ledger import Entry, Ledger
 from headrace.testing.s3server.payloads import MAX_NBYTES
 from headrace.testing.s3server.service import Route, Service, split_address
+from headrace.testing.s3server.turnstile import Turnstile
 from headrace.testing.s3server.wire import Head, Wire, format_head, parse_head
 
 _TAIL_NBYTES = 64 << 10  # of a body, sent after its request counts as over
@@ -34,6 +35,7 @@ class Workings:
     ledger: Ledger
     rules: RuleBook
     latency_s: float
+    turnstile: Turnstile
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Connection:
             entry.bucket, entry.key = split_address(head, service.domains)
             body = self._wire.read_body(head, limit_nbytes=MAX_NBYTES)
             keeps_alive = head.keeps_alive
-            if not self._holds(entry, self._workings.latency_s):
+            if not self._passes(entry) or not self._holds(entry, self._workings.latency_s):
                 return None
             route = service.route(head, body)
             if route.operation in ("GET", "HEAD"):
@@ -139,8 +141,10 @@ class Connection:
         if isinstance(action, faults.Hangup) or (isinstance(action, faults.SlowStart) and not self._holds(entry, action.wait_s)):
             return False
         keeps_alive = verdict.keeps_alive and answer.headers.get("Connection", "").lower() != "close"
+        keeps_alive = keeps_alive and not isinstance(action, faults.LyingLength)  # where the body ends, the connection does
         entry.status = answer.status
-        start_of_answer = format_head(answer.status, self._headers(entry, answer, keeps_alive))
+        lie = action.by if isinstance(action, faults.LyingLength) else 0
+        start_of_answer = format_head(answer.status, self._headers(entry, answer, keeps_alive, lie))
         nbytes = 0 if head.method == "HEAD" or answer.status in (204, 304) else answer.nbytes
         match action:
             case faults.Short(after) | faults.Reset(after) | faults.Stall(after):
@@ -152,8 +156,8 @@ class Connection:
             case _:
                 return self._send(entry, start_of_answer, answer, nbytes, nbytes) and keeps_alive
 
-    def _headers(self, entry: Entry, answer: Answer, keeps_alive: bool) -> dict[str, str]:
-        length = {} if answer.status in (204, 304) else {"Content-Length": str(answer.nbytes)}
+    def _headers(self, entry: Entry, answer: Answer, keeps_alive: bool, lie: int) -> dict[str, str]:
+        length = {} if answer.status in (204, 304) else {"Content-Length": str(max(0, answer.nbytes + lie))}
         return {
             "x-amz-id-2": _HOST_ID,
             "x-amz-request-id": entry.request_id,
@@ -205,6 +209,13 @@ class Connection:
             self._holds(entry, action.wait_s)
         elif isinstance(action, faults.Reset):  # closing then sends RST
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def _passes(self, entry: Entry) -> bool:
+        """Wait for a turn; return False as soon as the client leaves or the server stops."""
+        if self._workings.turnstile.passes(lambda: self._wire.is_held(0.0)):
+            return True
+        entry.left_early = True
+        return False
 
     def _holds(self, entry: Entry, wait_s: float) -> bool:
         """Wait; return False as soon as the client leaves or the server stops."""

@@ -71,6 +71,13 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True)
+class LyingLength:
+    """Give what was asked for under a Content-Length that says `by` bytes more, or fewer where it is negative, and close."""
+
+    by: int
+
+
+@dataclass(frozen=True, slots=True)
 class Short:
     """Promise all, close after some bytes (absent: half)."""
 
@@ -136,6 +143,7 @@ Action: TypeAlias = (
     | LyingRange
     | Fewer
     | Extra
+    | LyingLength
     | Short
     | Reset
     | Stall
@@ -155,6 +163,7 @@ ACTIONS: dict[str, type[Action]] = {
     "lying_range": LyingRange,
     "fewer": Fewer,
     "extra": Extra,
+    "lying_length": LyingLength,
     "short": Short,
     "reset": Reset,
     "stall": Stall,

@@ -138,6 +138,8 @@ class Ledger:
 
     def __init__(self, log: IO[str] | None = None) -> None:
         self.connections = 0
+        self.open_connections = 0
+        self.peak_connections = 0
         self.inflight = 0
         self.peak_inflight = 0
         self.bytes_asked = 0
@@ -150,7 +152,21 @@ class Ledger:
         """Count a connection, and return its number."""
         with self._lock:
             self.connections += 1
+            self.open_connections += 1
+            self.peak_connections = max(self.peak_connections, self.open_connections)
             return self.connections
+
+    def disconnected(self) -> None:
+        """Count a connection as closed."""
+        with self._lock:
+            self.open_connections -= 1
+            self._lock.notify_all()
+
+    def change(self, do: Callable[[], None]) -> None:
+        """Do something to counts that are kept elsewhere, and have whoever waits look at them."""
+        with self._lock:
+            do()
+            self._lock.notify_all()
 
     def begin(self, head: Head, connection: int) -> Entry:
         """Write down a request that has come."""
@@ -207,4 +223,5 @@ class Ledger:
         with self._lock:
             self._entries.clear()
             self.peak_inflight = self.inflight
+            self.peak_connections = self.open_connections
             self.bytes_asked = self.bytes_sent = self.connections = 0

@@ -21,6 +21,7 @@ from headrace.testing.s3server.faults import Rule, RuleBook
 from headrace.testing.s3server.ledger import Ledger, Request
 from headrace.testing.s3server.service import Service
 from headrace.testing.s3server.signatures import Credential
+from headrace.testing.s3server.turnstile import Turnstile
 
 DOMAINS = ("s3.localhost", "localhost")
 
@@ -75,7 +76,8 @@ class S3Server:
         self._credentials = {access_key: Credential(secret_key, require_token)}
         service = Service(Buckets(content, buckets or {}), self._credentials, region, domains, page, clock)
         self._ledger = Ledger(log)
-        self._workings = Workings(service, self._ledger, RuleBook(faults), latency_s)
+        self._turnstile = Turnstile(self._ledger.change)
+        self._workings = Workings(service, self._ledger, RuleBook(faults), latency_s, self._turnstile)
         self._tls = _context(tls)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -130,6 +132,47 @@ class S3Server:
     def connections(self) -> int:
         """How many connections were opened."""
         return self._ledger.connections
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections are open."""
+        return self._ledger.open_connections
+
+    @property
+    def peak_connections(self) -> int:
+        """How many connections were open at once, at most."""
+        return self._ledger.peak_connections
+
+    @property
+    def held(self) -> int:
+        """How many requests wait for `release`."""
+        return self._turnstile.waiting
+
+    @property
+    def rounds(self) -> int:
+        """How often `release` or `let_go` ended a wait."""
+        return self._turnstile.rounds
+
+    def hold(self) -> None:
+        """From now on have every request wait for `release`, so that the rounds of a client can be counted without a clock.
+
+        Example:
+            >>> with S3Server({"models": {"a": b"a"}}) as server:  # doctest: +SKIP
+            ...     server.hold()
+            ...     start_a_client_that_lists_and_then_reads_four_shards()
+            ...     for requests in (1, 4):
+            ...         server.wait_until(lambda: server.held == requests)
+            ...         server.release()
+        """
+        self._turnstile.hold()
+
+    def release(self) -> int:
+        """Answer the requests that wait, and have later ones wait; return how many they were."""
+        return self._turnstile.release()
+
+    def let_go(self) -> int:
+        """Answer the requests that wait, and have none wait any more; return how many they were."""
+        return self._turnstile.open()
 
     def wait_until(self, predicate: Callable[[], bool], timeout_s: float = 10.0) -> bool:
         """Wait for `requests` or a count to be as wished; return whether they are.
@@ -204,6 +247,7 @@ class S3Server:
             if isinstance(sock, ssl.SSLSocket):
                 sock.do_handshake()
             Connection(self._workings, sock, number).serve()
+        self._ledger.disconnected()
         with self._lock:
             self._connections.pop(threading.current_thread(), None)
 
