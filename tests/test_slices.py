@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace._slices import Cut, cut_slice, slice_shape
+from headrace._slices import Cut, Parts, cut_slice, slice_shape
 
 Bytes = npt.NDArray[np.uint8]
 Index = Any
@@ -295,3 +295,71 @@ def test_what_is_no_basic_index_is_refused(shape: list[int], index: Index, error
         cut_slice(shape, index, bits=32, slot_nbytes=MANY, pieces_from_nbytes=PIECES_NEVER)
     with pytest.raises(error):
         slice_shape(shape, index)
+
+
+# ---- parts: several stretches of one dimension
+
+
+@st.composite
+def shapes_and_parts(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], list[Any]]:
+    """A shape, a dimension, stretches of it, and basic indices for the dimensions around it."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    dim = draw(st.integers(0, len(shape) - 1))
+    edges = sorted(draw(st.lists(st.integers(0, shape[dim]), max_size=6)))
+    stretches = list(zip(edges[::2], edges[1::2], strict=False))
+    around: list[Any] = [
+        draw(st.one_of(st.integers(-size, size - 1), st.builds(slice, st.integers(-9, 9) | st.none(), st.none(), steps)))
+        for size in shape
+    ]
+    return shape, dim, stretches, around
+
+
+def joined(tensor: npt.NDArray[Any], dim: int, stretches: Sequence[tuple[int, int]], around: Sequence[Any]) -> npt.NDArray[Any]:
+    """What numpy makes of it: the stretches concatenated, then the indices around them."""
+    whole = np.concatenate([tensor.take(range(a, b), axis=dim) for a, b in [(0, 0), *stretches]], axis=dim)
+    return whole[tuple(slice(None) if d == dim else item for d, item in enumerate(around))]
+
+
+@given(shapes_and_parts(), st.fixed_dictionaries(strategies), st.sampled_from([8, 16, 32]))
+@settings(max_examples=400)
+def test_parts_are_stretches_one_after_another(
+    wanted: tuple[list[int], int, list[tuple[int, int]], list[Any]], strategy: dict[str, Any], bits: int
+) -> None:
+    shape, dim, stretches, around = wanted
+    index = [Parts(stretches) if d == dim else item for d, item in enumerate(around)]
+    tensor = numbered(shape, bits // 8)
+    expected = joined(tensor, dim, stretches, around)
+    cuts, result_shape = cut_slice(shape, index, bits=bits, **strategy)
+    assert (*result_shape, bits // 8) == expected.shape
+    assert slice_shape(shape, index) == result_shape
+    assert assemble(cuts, tensor.reshape(-1), bits // 8, expected.size)[0].tobytes() == expected.tobytes()
+
+
+def test_equal_parts_of_every_row_take_one_cut_and_not_one_a_row() -> None:
+    cuts, shape = cut_slice(
+        [64, 32], (slice(None), Parts([(0, 8), (16, 24)])), bits=16, slot_nbytes=1 << 20, pieces_from_nbytes=1e9
+    )
+    assert shape == (64, 16)
+    assert len(cuts) == 1
+
+
+def test_parts_that_touch_are_one() -> None:
+    assert Parts([(0, 2), (2, 4), (5, 5), (8, 9)]) == Parts([(0, 4), (8, 9)])
+
+
+@pytest.mark.parametrize("stretches", [[(2, 1)], [(-1, 2)], [(0, 3), (2, 5)], [(4, 5), (0, 1)]])
+def test_parts_that_overlap_or_run_backwards_are_refused(stretches: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="ascend"):
+        Parts(stretches)
+
+
+@pytest.mark.parametrize("index", [Parts([(0, 5)]), (Parts([(0, 1)]), Parts([(0, 1)]))])
+def test_parts_beyond_the_tensor_or_in_two_dimensions_are_refused(index: Index) -> None:
+    with pytest.raises(IndexError):
+        cut_slice([4, 4], index, bits=8, slot_nbytes=8, pieces_from_nbytes=0)
+
+
+def test_rows_of_narrow_elements_are_taken_in_parts() -> None:
+    cuts, shape = cut_slice([6, 4], Parts([(0, 1), (3, 5)]), bits=4, slot_nbytes=1 << 20, pieces_from_nbytes=1e9)
+    assert shape == (3, 4)
+    assert [(cut.offset, cut.nbytes, cut.position) for cut in cuts] == [(0, 2, 0), (6, 4, 2)]

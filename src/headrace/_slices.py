@@ -10,12 +10,66 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from types import EllipsisType
 from typing import TypeAlias
 
-Index: TypeAlias = "int | slice | EllipsisType | Sequence[int | slice | EllipsisType]"
+
+class Parts:
+    """Several stretches of one dimension, one after another in the result: a rank's share of a fused projection, say.
+
+    What numpy would write as concatenate([tensor[a:b], tensor[c:d]]). An index has room for one of them.
+
+    Args:
+        stretches: (start, stop) pairs from the front of the dimension on, ascending and apart from each other.
+
+    Raises:
+        ValueError: they are not.
+
+    Example:
+        >>> Parts([(0, 2), (2, 4), (8, 10)])
+        Parts([(0, 4), (8, 10)])
+    """
+
+    __slots__ = ("stretches",)
+    stretches: tuple[tuple[int, int], ...]
+
+    def __init__(self, stretches: Iterable[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, stop in stretches:
+            if not (merged[-1][1] if merged else 0) <= start <= stop:
+                raise ValueError(f"stretches ascend and do not overlap, unlike ({start}, {stop}) after {merged[-1:]}")
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            elif start < stop:
+                merged.append((start, stop))
+        self.stretches = tuple(merged)
+
+    def __repr__(self) -> str:
+        return f"Parts({list(self.stretches)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Parts) and self.stretches == other.stretches
+
+    def __hash__(self) -> int:
+        return hash(self.stretches)
+
+    @property
+    def count(self) -> int:
+        """Elements in all."""
+        return sum(stop - start for start, stop in self.stretches)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether they are equally long, and their starts equally far apart."""
+        lengths = {stop - start for start, stop in self.stretches}
+        return len(lengths) <= 1 and len({after[0] - before[0] for before, after in pairwise(self.stretches)}) <= 1
+
+
+Index: TypeAlias = "int | slice | Parts | EllipsisType | Sequence[int | slice | Parts | EllipsisType]"
+_Selector: TypeAlias = "int | slice | Parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +118,7 @@ def cut_slice(
 
     Args:
         shape: the tensor's shape.
-        index: integers, slices with any step but 0, and at most one Ellipsis.
+        index: integers, slices with any step but 0, at most one `Parts` and at most one Ellipsis.
         bits: width of an element. Sub-byte elements can only be cut where whole bytes end.
         slot_nbytes: the longest range that may be thinned out at once.
         pieces_from_nbytes: pieces of this length or longer are read one by one.
@@ -78,6 +132,11 @@ def cut_slice(
         return _cut_packed(shape, selectors, bits=bits, slot_nbytes=slot_nbytes, pieces_from_nbytes=pieces_from_nbytes)
     axes, result = _axes(shape, selectors)
     itemsize = bits // 8
+    for dim, selector in enumerate(selectors):
+        if isinstance(selector, Parts) and not selector.is_regular:
+            rows = _part_by_part(shape, selectors, dim)
+            cuts = _one_after_another(shape, rows, bits=bits, slot_nbytes=slot_nbytes, pieces_from_nbytes=pieces_from_nbytes)
+            return list(cuts), result
     return list(_cut(axes, 0, 0, itemsize, max(1, slot_nbytes // itemsize), pieces_from_nbytes / itemsize)), result
 
 
@@ -86,8 +145,36 @@ def slice_shape(shape: Sequence[int], index: Index) -> tuple[int, ...]:
     return _axes(shape, _expand(index, len(shape)))[1]
 
 
+def _part_by_part(shape: Sequence[int], selectors: list[_Selector], dim: int) -> Iterator[list[_Selector]]:
+    """The index with irregular parts at `dim` as indices without, in the order in which their results follow each other."""
+    parts = selectors[dim]
+    assert isinstance(parts, Parts)
+    outer = [
+        range(s, s + 1) if isinstance(s, int) else range(*s.indices(n))
+        for s, n in zip(_plain(selectors[:dim]), shape, strict=False)
+    ]
+    for at in product(*outer):
+        for start, stop in parts.stretches:
+            yield [*at, slice(start, stop), *selectors[dim + 1 :]]
+
+
+def _one_after_another(
+    shape: Sequence[int], rows: Iterable[list[_Selector]], *, bits: int, slot_nbytes: int, pieces_from_nbytes: float
+) -> Iterator[Cut]:
+    position = 0
+    for row in rows:
+        cuts, result = cut_slice(shape, row, bits=bits, slot_nbytes=slot_nbytes, pieces_from_nbytes=pieces_from_nbytes)
+        for cut in cuts:
+            yield replace(cut, position=position + cut.position)
+        position += math.prod(result) * bits // 8
+
+
+def _plain(selectors: list[_Selector]) -> list[int | slice]:
+    return [selector for selector in selectors if not isinstance(selector, Parts)]
+
+
 def _cut_packed(
-    shape: Sequence[int], selectors: list[int | slice], *, bits: int, slot_nbytes: int, pieces_from_nbytes: float
+    shape: Sequence[int], selectors: list[_Selector], *, bits: int, slot_nbytes: int, pieces_from_nbytes: float
 ) -> tuple[list[Cut], tuple[int, ...]]:
     """Elements narrower than a byte: keep the last dimension whole and slice rows of bytes."""
     if all(selector in (slice(None), slice(0, size), slice(0, size, 1)) for size, selector in zip(shape, selectors, strict=True)):
@@ -101,7 +188,7 @@ def _cut_packed(
     return cuts, (*result[:-1], shape[-1])
 
 
-def _expand(index: Index, ndim: int) -> list[int | slice]:
+def _expand(index: Index, ndim: int) -> list[_Selector]:
     """One selector per dimension: Ellipsis and missing trailing dimensions written out."""
     given = list(index) if isinstance(index, (tuple, list)) else [index]
     dots = sum(item is Ellipsis for item in given)
@@ -112,19 +199,21 @@ def _expand(index: Index, ndim: int) -> list[int | slice]:
     if not dots:
         given.append(Ellipsis)
     at = next(i for i, item in enumerate(given) if item is Ellipsis)
-    filler: list[int | slice] = [slice(None)] * (ndim - len(given) + 1)
+    filler: list[_Selector] = [slice(None)] * (ndim - len(given) + 1)
+    if sum(isinstance(item, Parts) for item in given) > 1:
+        raise IndexError("an index can only have parts in one dimension")
     return [_selector(item) for item in (*given[:at], *filler, *given[at + 1 :])]
 
 
-def _selector(item: object) -> int | slice:
-    if isinstance(item, slice):
+def _selector(item: object) -> _Selector:
+    if isinstance(item, (slice, Parts)):
         return item
     if isinstance(item, bool) or not hasattr(item, "__index__"):
         raise TypeError(f"a slice is made of integers, slices and '...', not {item!r}")
     return operator.index(item)
 
 
-def _axes(shape: Sequence[int], selectors: list[int | slice]) -> tuple[list[_Axis], tuple[int, ...]]:
+def _axes(shape: Sequence[int], selectors: list[_Selector]) -> tuple[list[_Axis], tuple[int, ...]]:
     axes, result, pitch = [], [], math.prod(shape)
     for dim, (size, selector) in enumerate(zip(shape, selectors, strict=True)):
         pitch = pitch // size if size else 0
@@ -134,12 +223,27 @@ def _axes(shape: Sequence[int], selectors: list[int | slice]) -> tuple[list[_Axi
                 raise IndexError(f"index {selector} is out of range for dimension {dim} of size {size}")
             axes.append(_Axis(at, 1, 1, False, pitch))
             continue
+        if isinstance(selector, Parts):
+            axes += _part_axes(selector, dim, size, pitch)
+            result.append(selector.count)
+            continue
         start, stop, step = selector.indices(size)
         count = len(range(start, stop, step))
         first = start if step > 0 else start + (count - 1) * step
         axes.append(_Axis(first, abs(step), count, step < 0 and count > 1, pitch))
         result.append(count)
     return axes, tuple(result)
+
+
+def _part_axes(parts: Parts, dim: int, size: int, pitch: int) -> list[_Axis]:
+    """Two axes for one dimension: from part to part, and within a part. Only their product counts where parts are irregular."""
+    if not parts.stretches:
+        return [_Axis(0, 1, 0, False, pitch)]
+    (start, stop), last = parts.stretches[0], parts.stretches[-1][1]
+    if last > size:
+        raise IndexError(f"{parts} reaches beyond dimension {dim} of size {size}")
+    step = parts.stretches[1][0] - start if len(parts.stretches) > 1 else 1
+    return [_Axis(start, step, len(parts.stretches), False, pitch), _Axis(0, 1, stop - start, False, pitch)]
 
 
 def _cut(axes: list[_Axis], source: int, target: int, itemsize: int, room: int, pieces_from: float) -> Iterator[Cut]:
