@@ -1,41 +1,37 @@
 """Carry out a plan: readers fill memory, the caller takes tensors out, and neither runs away from the other.
 
 Readers take reads in the plan's order, a ticket at a time, so a span that is needed earlier always has its memory
-earlier and nothing can wait for itself. Whoever starts a span leases its memory; where the limit does not allow it, the
-ticket holder waits for the caller. A span is ready when its last read is in and its source is still the version that was
+earlier and nothing can wait for itself. Whoever starts a span has its memory provided; where the limit does not allow it,
+the ticket holder waits for the caller. A span is ready when its last read is in and its source is still the version that was
 opened. The caller's thread makes tensors and never copies a byte.
 
-The engine knows `ByteSource` and `HostTarget`, a plan and a pool. What is read, where it lands and why was decided before.
+The engine knows `ByteSource`, a plan and a `Landing`, the memory of host or device. What is read, where it lands and why was
+decided before.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from headrace._addresses import Owner, bytes_of, move, owner_at, owner_of
-from headrace._filling import IN_PLACE, Filler, Hops, SpanMemory
+from headrace._filling import IN_PLACE, Hops
 from headrace._interpreter import gc_paused, switching_fast
+from headrace._landing import Landing
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
-from headrace._staging import Lease, Pool
-from headrace.devices.base import Destination, HostTarget
 from headrace.errors import HeadraceError, LoadError, StreamError
 from headrace.sources.base import ByteSource, aligned_source
 
 log = logging.getLogger("headrace")
 
 Order: TypeAlias = Literal["ready", "file"]
-Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
 _JOIN_S = 1.0  # readers that do not come back from a stalled source by then are left behind; they hold nothing that is reused
 _BATCH = 128  # tensors made at a time
@@ -49,27 +45,23 @@ class Job:
     Attributes:
         plan: what to do.
         sources: one per shard of the plan.
-        target: makes the tensors.
+        landing: provides the memory and makes the tensors.
+        into_given: whether tensors of the caller's are filled, so that an error has to say which.
         order: hand spans out as they become ready, or in file order.
-        ownership: see `headrace.stream`.
-        destinations: {tensor name: memory the caller gave for it}.
         rename: the name a tensor is handed out under.
         on_progress: called on the caller's thread while it waits and between spans.
-        mappings: {shard: the mapped file}, for spans that are mapped.
         demands_direct: whether reading past the page cache was demanded, so that a refusal is worth a warning.
         on_stop: called once when the load is over, however it ended.
     """
 
     plan: Plan
     sources: Sequence[ByteSource]
-    target: HostTarget
+    landing: Landing
+    into_given: bool = False
     order: Order = "ready"
-    ownership: Ownership = "leased"
-    destinations: Mapping[str, Destination] = field(default_factory=dict)
     rename: Callable[[str], str] | None = None
     on_progress: Callable[[Snapshot], None] | None = None
     on_stop: Callable[[], None] | None = None
-    mappings: Mapping[int, memoryview] = field(default_factory=dict)
     demands_direct: bool = False
 
 
@@ -81,26 +73,19 @@ class Engine:
     """
 
     def __init__(self, job: Job, progress: Progress) -> None:
-        self.job, self.plan, self.progress = job, job.plan, progress
+        self.job, self.plan, self.landing, self.progress = job, job.plan, job.landing, progress
         self.pid = os.getpid()
-        self.filled: list[str] = []
-        self._pool = Pool(job.plan.limits.memory_limit, sum(span.nbytes for span in job.plan.spans))
-        self._order = threading.Lock()  # tickets: held while a span's memory is leased, so spans get memory in order
+        self._order = threading.Lock()  # tickets: held while a span's memory is provided, so spans get memory in order
         self._state = threading.Condition()  # guards everything below
         self._next_read = 0  # written under _order
         self._finished_reads = 0
         self._reads_left = [span.last_read - span.first_read for span in self.plan.spans]
-        self._memory: dict[int, SpanMemory] = {}
         self._ready: deque[int] = deque(i for i, left in enumerate(self._reads_left) if not left)
-        self._copies: dict[int, list[Any]] = {}
         self._errors: list[BaseException] = []
         self._left = len(self.plan.spans)
-        self._written: set[str] = set()  # given tensors that readers write to and that were not handed out yet
         self._turn = 0  # which span the caller waits for, in file order
         self._caller_waits = self._reader_waits = self._started = self._stopped = False
         self._threads: list[threading.Thread] = []
-        self._lent: deque[weakref.ref[Owner] | None] | None = deque() if job.ownership == "borrowed" else None
-        self._handed = 0  # borrowed tensors handed out
 
     # -- the caller's side -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +95,8 @@ class Engine:
             return
         switching_fast.acquire()
         self._started = True
-        if len(self.plan.reads) == 1:
+        self.landing.start()
+        if len(self.plan.reads) == 1 and self.landing.reads_on_caller:
             return  # a thread would take longer to start than the read
         for i in range(min(self.plan.limits.concurrency, len(self.plan.reads))):
             thread = threading.Thread(target=self._reader, name=f"headrace-reader-{i}", daemon=True)
@@ -126,30 +112,22 @@ class Engine:
                 return
             self._stopped = True
             self._state.notify_all()
-        self._pool.wake()
+        self.landing.wake()
         try:
             self._join_readers()
         finally:
-            self._finish_destinations()
             self._report_refusals()
             self.progress.finish()
-            self.progress.peak_nbytes = self._pool.peak_nbytes
-            self._memory.clear()
-            self._copies.clear()
-            self._pool.close()
-            if self.job.on_stop is not None:
-                self.job.on_stop()
+            try:
+                self.landing.close()
+            finally:
+                if self.job.on_stop is not None:
+                    self.job.on_stop()
 
     def check_finished(self) -> None:
         """Raise StreamError if the load was stopped before its end: what came is not all there is."""
         if self._left:
             raise StreamError("the stream is closed")
-
-    def _finish_destinations(self) -> None:
-        """Also those that were written, perhaps in part, and never handed out."""
-        for name in list(self._written):
-            self.job.destinations[name].finish()
-        self._written.clear()
 
     def _report_refusals(self) -> None:
         """Say once per source that direct reads were demanded and could not be had."""
@@ -211,7 +189,7 @@ class Engine:
                     if self._can_take():
                         return self._take_ready()
                     if self._reader_waits and self._nothing_in_flight():
-                        self._pool.wake()
+                        self.landing.wake()
                     if not self._state.wait(tick) and self.job.on_progress:
                         self.job.on_progress(self.progress.snapshot())
             finally:
@@ -235,7 +213,8 @@ class Engine:
         """A span's tensors, made a few at a time: all at once would have the allocator fetch and return pages for each span."""
         span = self.plan.spans[index]
         names, sizes = self.plan.tensors.names, self.plan.tensors.nbytes
-        made = self._maker(index, span)
+        made = self.landing.take(index, span)
+        before_each = self.landing.before_each
         done = span.first
         try:
             for begin in range(span.first, span.last, _BATCH):
@@ -250,86 +229,41 @@ class Engine:
                     gc_paused.release()
                 tensors.reverse()
                 for name in batch:
-                    if self._lent is not None:
-                        self._check_returned()
+                    if before_each is not None:
+                        before_each()
                     done += 1
                     yield name, tensors.pop()
         finally:
             self.progress.tensors += done - span.first
             self.progress.tensor_nbytes += sum(sizes[span.first : done])
 
-    def _maker(self, index: int, span: Span) -> Callable[[int, int], list[Any]]:
-        """Makes tensors out of a finished span, which the engine lets go of here."""
-        with self._state:
-            memory, copies = self._memory.pop(index, None), self._copies.pop(index, None)
-        owner = memory.lease.hand_over() if memory is not None and memory.lease is not None else None
-        if span.mapped:
-            mapping = self.job.mappings[span.shard]
-            owner = owner_of(mapping, 0, mapping.nbytes)
-        given = self.job.destinations
-
-        def made(begin: int, end: int) -> list[Any]:
-            if copies is not None:
-                tensors = copies[begin - span.first : end - span.first]
-                copies[begin - span.first : end - span.first] = [None] * (end - begin)
-            else:
-                tensors = [None] * (end - begin) if span.given else self._wrap(begin, end, owner)
-            if given:
-                names = self.plan.tensors.names[begin:end]
-                self._written.difference_update(names)
-                tensors = [given[name].finish() if name in given else tensor for name, tensor in zip(names, tensors, strict=True)]
-            return tensors
-
-        return made
-
-    def _check_returned(self) -> None:
-        """Borrowed: a loop variable still holds the previous tensor as the next is asked for; the one before must be gone."""
-        assert self._lent is not None
-        if self._handed > 1 and (owner := self._lent.popleft()) is not None and owner() is not None:
-            raise StreamError("a borrowed tensor was kept beyond the next step; use ownership='leased', or clone what you keep")
-        self._handed += 1
-
-    def _wrap(self, begin: int, end: int, owner: Owner | None) -> list[Any]:
-        tensors, rows = self.plan.tensors, slice(begin, end)
-        columns = (tensors.dtypes[rows], tensors.shapes[rows], tensors.positions[rows], tensors.nbytes[rows])
-        if self._lent is None or owner is None:
-            if self._lent is not None:
-                self._lent.extend([None] * (end - begin))
-            return self.job.target.wrap(owner, *columns)
-        return [self._lend(owner, *column) for column in zip(*columns, strict=True)]
-
-    def _lend(self, owner: Owner, dtype: str, shape: Sequence[int], position: int, nbytes: int) -> Any:
-        """One tensor with an owner of its own, so that it is known when it is gone."""
-        assert self._lent is not None
-        own = owner_at(ctypes.addressof(owner) + position, nbytes, owner)
-        self._lent.append(weakref.ref(own) if nbytes else None)
-        return self.job.target.wrap(own, [dtype], [shape], [0], [nbytes])[0]
-
     def _failure(self) -> BaseException:
         """The first error, the others attached."""
         first, *others = self._errors
         if isinstance(first, HeadraceError):
             first.others = tuple(others)
-        if not self.job.destinations or not isinstance(first, Exception):  # an interrupt stays one
+        if not self.job.into_given or not isinstance(first, Exception):  # an interrupt stays one
             return first
-        error = LoadError(f"the load into given tensors stopped: {first}", filled=tuple(self.filled))
+        error = LoadError(f"the load into given tensors stopped: {first}", filled=tuple(self.landing.filled))
         error.__cause__ = first
         return error
 
     # -- the readers' side -----------------------------------------------------------------------------------------------------
 
     def _reader(self) -> None:
-        filler = Filler(self.plan, self.job.sources)
+        filling = None
         try:
             while (read := self._next_ticket()) is not None:
-                self._finish(read, filler.fill(read, self._memory[read.span]))
+                filling = filling or self.landing.filling()
+                self._finish(read, filling.fill(read))
         except BaseException as exc:  # noqa: BLE001 - handed to the caller's thread, which raises it
             _let_go_of_memory(exc)
             with self._state:
                 self._errors.append(exc)
                 self._state.notify_all()
         finally:
-            filler.close()  # the traceback of an error outlives this call, and this frame with it
+            if filling is not None:
+                filling.close()  # the traceback of an error outlives this call, and this frame with it
 
     def _next_ticket(self) -> Read | None:
         with self._order:
@@ -345,41 +279,26 @@ class Engine:
 
     def _provide_memory(self, index: int, span: Span) -> bool:
         """Memory for a span, waiting for the caller if need be. False when the load was stopped meanwhile."""
-        if span.given:
-            names = self.plan.tensors.names[span.first : span.last]
-            self._written.update(names)
-            self._memory[index] = SpanMemory(None, [_given(self.job.destinations[name]) for name in names])
-            return True
-        lease = self._pool.lease(span.nbytes)
-        if lease is None:
-            lease = self._wait_for_memory(span)
-        if lease is None or lease.owner is None:
-            return False
-        self._memory[index] = SpanMemory(lease, [bytes_of(lease.owner)])
-        return True
+        return self.landing.provide(index, span) or self._wait_for_memory(index, span)
 
-    def _exact(self, span: Span) -> bool:
-        return self.job.ownership == "copied" and span.last - span.first == 1
-
-    def _wait_for_memory(self, span: Span) -> Lease | None:
+    def _wait_for_memory(self, index: int, span: Span) -> bool:
         began = time.perf_counter()
-        lease: Lease | None = None
-        while lease is None:
+        provided = False
+        while not provided:
             with self._state:
                 if self._stopped or self._errors:
-                    return None
+                    return False
                 if self._caller_waits and self._nothing_in_flight() and not self._can_take():
-                    self._pool.count_as_kept()
-                    self.progress.kept_nbytes = self._pool.kept_nbytes
+                    self.landing.go_on()
                 else:
                     self._reader_waits = True
                     self._state.notify_all()
             if self._reader_waits:
-                self._pool.wait()
+                self.landing.wait()
                 self._reader_waits = False
-            lease = self._pool.lease(span.nbytes)
+            provided = self.landing.provide(index, span)
         self.progress.memory_wait_s += time.perf_counter() - began
-        return lease
+        return True
 
     def _finish(self, read: Read, hops: Hops) -> None:
         """Count a read, and announce its span when it was the last one."""
@@ -393,8 +312,9 @@ class Engine:
                     self._state.notify_all()
                 return
         self.job.sources[read.shard].check_unchanged()
-        self._complete(index, self.plan.spans[index])
+        copied_nbytes = self.landing.complete(index, self.plan.spans[index])
         with self._state:
+            self.progress.copied_nbytes += copied_nbytes
             self._finished_reads += 1
             self._ready.append(index)
             self._state.notify_all()
@@ -408,36 +328,6 @@ class Engine:
         if read.copy is not None and read.copy.source != read.copy.target:
             progress.cast_nbytes += read.nbytes
 
-    def _complete(self, index: int, span: Span) -> None:
-        """What is left to do on the reader's thread when a span's bytes are in."""
-        if self.job.ownership == "copied" and not span.given and not self._exact(span):
-            self._copies[index] = self._copied(index, span)
-        given = self.job.destinations
-        if not given:
-            return
-        names = self.plan.tensors.names[span.first : span.last]
-        strided = [i for i, name in enumerate(names) if name in given and not span.given]
-        if strided:
-            memory = self._memory[index]
-            made = self._copies.get(index) or self._wrap(span.first, span.last, memory.lease.owner if memory.lease else None)
-            for i in strided:
-                given[names[i]].fill_from(made[i])
-            self._copies[index] = made
-        self.filled += [name for name in names if name in given]
-
-    def _copied(self, index: int, span: Span) -> list[Any]:
-        """Tensors with exactly their own memory, out of a span that they shared."""
-        tensors, source = self.plan.tensors, self._memory[index].views[0]
-        made = []
-        for row in range(span.first, span.last):
-            at, nbytes = tensors.positions[row], tensors.nbytes[row]
-            tensor, memory = self.job.target.allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
-            move(memory, source[at : at + nbytes])
-            made.append(tensor)
-        with self._state:
-            self.progress.copied_nbytes += sum(tensors.nbytes[span.first : span.last])
-        return made
-
 
 def _let_go_of_memory(error: BaseException) -> None:
     """Free the locals of the frames that an error has passed: they hold views of memory, and tracebacks are kept for long."""
@@ -448,9 +338,3 @@ def _let_go_of_memory(error: BaseException) -> None:
             trace = seen.__traceback__ = trace.tb_next  # the reader's own frame is still running
         traceback.clear_frames(trace)
         seen = seen.__cause__ or seen.__context__
-
-
-def _given(destination: Destination) -> memoryview:
-    memory = destination.memory
-    assert memory is not None, "destinations without memory of their own are filled from the engine's"
-    return memory

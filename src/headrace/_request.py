@@ -109,7 +109,8 @@ class Request:
         on_stop: Callable[[], None] | None,
     ) -> Engine:
         """The engine for this request, ready to run."""
-        from headrace._engine import Engine, Job  # these two import torch
+        from headrace._engine import Engine, Job
+        from headrace._landing import HostLanding  # these two import torch
         from headrace.devices.cpu import CpuTarget
 
         if ownership != "leased" and self.mappings:
@@ -120,20 +121,23 @@ class Request:
         destinations = self._destinations(into, target) if into is not None else {}
         given = {name: destination.dtype for name, destination in destinations.items() if destination.memory is not None}
         plan = self.plan(given=given)
+        counters = _new_progress(plan, self.unmapped)
+        sources = self.checkpoint.sources
+        landing = HostLanding(
+            plan, sources, target, counters, ownership=ownership, destinations=destinations, mappings=self.mappings
+        )
         job = Job(
             plan=plan,
-            sources=self.checkpoint.sources,
-            target=target,
+            sources=sources,
+            landing=landing,
+            into_given=bool(destinations),
             order=order,
-            ownership=ownership,
-            destinations=destinations,
             rename=_renaming(rename),
             on_progress=progress,
             on_stop=on_stop,
-            mappings=self.mappings,
             demands_direct=self.options.direct_io == "on",
         )
-        return Engine(job, _new_progress(plan, self.unmapped))
+        return Engine(job, counters)
 
     def _destinations(self, into: Into, target: HostTarget) -> dict[str, Destination]:
         found: dict[str, Destination] = {}
