@@ -6,16 +6,20 @@ headrace.read(checkpoint, name) -> one tensor of an open checkpoint
 headrace.open(url)     -> a mapping from names to TensorInfo, no tensor read
 headrace.plan(url)     -> what a load would do, and why
 headrace.pull(url, dst) copies files into a folder
+headrace.folder(url)   -> what lies in a folder or under a prefix, to list and to open
+headrace.tensor_parallel(checkpoint, rank, world) -> the slices that one rank computes with
 headrace.safe_open, headrace.load_file: as in safetensors
 """
 
-from headrace._api import TensorStream, load, open, plan, pull, read, stream
+from headrace._api import TensorStream, folder, load, open, plan, pull, read, stream
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
 from headrace._options import Options
+from headrace._partition import USUAL_RULES, Split, tensor_parallel
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import PullProgress, PullReport
+from headrace._slices import Parts
 from headrace.errors import (
     DestinationError,
     DeviceError,
@@ -42,6 +46,7 @@ from headrace.integrations.safetensors import load_file, safe_open
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "USUAL_RULES",
     "Checkpoint",
     "DestinationError",
     "DeviceError",
@@ -53,6 +58,7 @@ __all__ = [
     "NoSpaceError",
     "OptionError",
     "Options",
+    "Parts",
     "PeerError",
     "PinningError",
     "Plan",
@@ -64,11 +70,13 @@ __all__ = [
     "SourceNotFoundError",
     "SourcePermissionError",
     "SourceTimeoutError",
+    "Split",
     "StreamError",
     "TensorInfo",
     "TensorNotFoundError",
     "TensorStream",
     "TruncatedError",
+    "folder",
     "load",
     "load_file",
     "open",
@@ -77,4 +85,5 @@ __all__ = [
     "read",
     "safe_open",
     "stream",
+    "tensor_parallel",
 ]
