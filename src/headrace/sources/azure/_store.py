@@ -1,0 +1,285 @@
+"""Accounts, folders and blobs: names around `headrace.sources.http`, which carries the bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from headrace._options import AzureSettings, NetworkSettings
+from headrace.errors import OptionError, SourceError
+from headrace.sources.azure._address import Location, parse_url
+from headrace.sources.azure._container import Container
+from headrace.sources.azure._errors import BlobNotFoundError
+from headrace.sources.azure._identity import Given, Identity
+from headrace.sources.azure._listing import Entry, Page, parse_page
+from headrace.sources.base import ByteSource
+from headrace.sources.http import (
+    Access,
+    HttpError,
+    Traffic,
+    UnsatisfiableError,
+    Version,
+    WrongAnswerError,
+    fetch,
+    open_http,
+)
+from headrace.sources.memory import MemorySource
+
+PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
+_VERSION: Final = "2023-11-03"  # of the service's interface; tokens need one, and names in listings one from 2021 on
+
+
+class AzureStore:
+    """Azure Blob Storage as one set of credentials sees it. Make one for all that is loaded together.
+
+    Args:
+        credentials: who asks, and where; a function that returns them is asked again when they are refused; an object with
+            azure-identity's `get_token` gives bearer tokens. None: as the environment says.
+        access: patience, proxies and trusted CAs, for all containers; None: the usual patience, the rest from the environment.
+        settings: what the environment says; read now where it is None.
+
+    Raises:
+        OptionError: an endpoint, key or connection string that is none.
+
+    Example:
+        >>> store = AzureStore(AzureCredentials(account_name="models", anonymous=True))  # doctest: +SKIP
+        >>> store.open("az://public/minilm/model.safetensors").nbytes  # doctest: +SKIP
+        90868376
+    """
+
+    def __init__(self, credentials: Given = None, *, access: Access | None = None, settings: AzureSettings | None = None) -> None:
+        access = access if access is not None else _usual_access()
+        settings = settings if settings is not None else AzureSettings.from_environment()
+        self._identity = Identity(credentials, settings, access.timing.now)
+        self._access = replace(access, headers={**access.headers, "x-ms-version": _VERSION}, allow_redirect=None)
+        self._containers: dict[tuple[str, str], Container] = {}
+        self._lock = threading.Lock()
+
+    def open(self, url: str, *, prefix_nbytes: int = PREFIX_NBYTES) -> AzureSource:
+        """Open the blob that a url names, with one GET of its first bytes. See `open_azure`."""
+        location = parse_url(url)
+        if not location.key:
+            raise OptionError(f"{url} names no blob but a container; a folder of it is an AzureFolder", option="url")
+        return self._open(location, prefix_nbytes)
+
+    def folder(self, url: str) -> AzureFolder:
+        """The blobs under az://container/prefix. See `AzureFolder`."""
+        return AzureFolder(url, store=self)
+
+    def _open(self, location: Location, prefix_nbytes: int) -> AzureSource:
+        container = self._container(location)
+        with container.explained(location):
+            try:
+                source = open_http(container.url(location.key), access=container.access, prefix_nbytes=prefix_nbytes)
+                return AzureSource(source, container, location)
+            except UnsatisfiableError:
+                empty = _open_empty(container, location)
+                if empty is None:
+                    raise
+                return empty
+
+    def _container(self, location: Location) -> Container:
+        service = self._identity.place.service(location.host)
+        with self._lock:
+            key = service.base, location.container
+            if key not in self._containers:
+                self._containers[key] = Container(location.container, service, self._identity, self._access)
+            return self._containers[key]
+
+
+def _usual_access() -> Access:
+    found = NetworkSettings.from_environment()
+    return Access(proxies=found.proxies, no_proxy=found.no_proxy, tls=found.ca_bundle)
+
+
+class AzureSource:
+    """A blob, readable at any offset from several threads. Made by `open_azure`, `AzureStore.open` and `AzureFolder.open`.
+
+    Attributes:
+        url: as it was given.
+        nbytes, version: when it was opened.
+    """
+
+    def __init__(self, source: ByteSource, container: Container, location: Location) -> None:
+        self.url = location.url
+        self.nbytes = source.nbytes
+        self.version = source.version
+        self._source, self._container, self._location = source, container, location
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the network so far, the opening included."""
+        found = getattr(self._source, "traffic", None)
+        return found if isinstance(found, Traffic) else Traffic(requests=2, failed=1)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`.
+
+        Raises:
+            SourceChangedError: the blob is no longer the one that was opened.
+            SourceError: any other failure; the classes are those of this package and of `headrace.sources.http`.
+        """
+        try:
+            self._source.read_into(offset, buffer)
+        except SourceError as exc:
+            raise self._container.explain(exc, self._location) from exc
+
+    def check_unchanged(self) -> None:
+        """Do nothing: every answer was compared with the version that was opened."""
+        with self._container.explained(self._location):
+            self._source.check_unchanged()
+
+    def close(self) -> None:
+        """End reads that are under way in other threads, with `SourceError`. May be called twice."""
+        self._source.close()
+
+
+def _open_empty(container: Container, location: Location) -> AzureSource | None:
+    """A blob without bytes, of which no range can be had; None if it has bytes after all."""
+    url = container.url(location.key)
+    headers, body = fetch(url, access=container.access, limit_nbytes=PREFIX_NBYTES)
+    if body:
+        return None
+    source = AzureSource(MemorySource(b"", url=url), container, location)
+    source.version = Version.of(headers, 0)
+    return source
+
+
+class AzureFolder:
+    """The blobs of a container whose names begin with a prefix and a slash: 'az://models/m' is 'm/...', and never 'm2/...'.
+
+    Args:
+        url: az://container/prefix or another form, with or without a slash at its end; az://container is all of it.
+        credentials, access: as for `AzureStore`.
+        store: where others are opened as well; instead of `credentials` and `access`.
+
+    Raises:
+        As `AzureStore`.
+
+    Example:
+        >>> with headrace.open(AzureFolder("az://models/llama")) as checkpoint:  # doctest: +SKIP
+        ...     len(checkpoint)
+        291
+    """
+
+    def __init__(
+        self, url: str, *, credentials: Given = None, access: Access | None = None, store: AzureStore | None = None
+    ) -> None:
+        self._store = _store(store, credentials, access)
+        location = parse_url(url)
+        prefix = location.key.rstrip("/")
+        self._location = location.at(prefix)
+        self.url = self._location.url
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._container = self._store._container(location)
+
+    def names(self) -> list[str]:
+        """Names of the blobs directly under the prefix, sorted; without those that stand for folders.
+
+        Raises:
+            ContainerNotFoundError, BlobNotFoundError: there is no such container, or nothing under the prefix.
+            AccessDeniedError: the credentials do not allow to list.
+        """
+        return [entry.name for entry in self.list_keys(recursive=False)]
+
+    def walk(self) -> list[str]:
+        """Names of all blobs under the prefix, those in folders below included. Raises as `names`."""
+        return [entry.name for entry in self.list_keys()]
+
+    def list_keys(self, *, recursive: bool = True) -> list[Entry]:
+        """The blobs under the prefix, sorted by name, without those that stand for folders; at any depth where it is recursive.
+
+        Raises:
+            As `names`.
+        """
+        pages = list(self._pages(recursive))
+        if self._prefix and all(page.is_empty for page in pages):
+            raise self._no_such_prefix()
+        found = {entry.name: entry for page in pages for entry in page.entries if not entry.is_folder}
+        return [found[name] for name in sorted(found) if recursive or "/" not in name]
+
+    def open(self, name: str) -> AzureSource:
+        """Open a blob by its name under the prefix, which may have slashes. Listing is not needed, or allowed, for it.
+
+        Raises:
+            BlobNotFoundError: it does not exist, or the name leads out of the folder.
+        """
+        location = self._location.at(self._prefix + name)
+        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+            url = location.url
+            raise BlobNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
+        return self._store._open(location, PREFIX_NBYTES)
+
+    def _pages(self, recursive: bool) -> Iterator[Page]:
+        query = {"restype": "container", "comp": "list", "include": "metadata"}
+        query |= {"prefix": self._prefix} if self._prefix else {}
+        query |= {} if recursive else {"delimiter": "/"}
+        marker: str | None = ""
+        while marker is not None:
+            with self._container.explained(self._location, listing=True):
+                body = self._container.list_page(query | ({"marker": marker} if marker else {}))
+                page = self._parsed(body, marker)
+            yield page
+            marker = page.marker
+
+    def _parsed(self, body: bytes, marker: str) -> Page:
+        try:
+            page = parse_page(body, prefix=self._prefix)
+            if page.marker == marker:
+                raise ValueError("it names itself as the next one")
+        except ValueError as exc:
+            hint = "Check that the endpoint is one of Azure Blob Storage"
+            raise WrongAnswerError(
+                f"cannot list {self.url}: the answer is no page of a listing: {exc}. {hint}", url=self.url
+            ) from exc
+        return page
+
+    def _no_such_prefix(self) -> HttpError:
+        hint = "Check the prefix; if it is a blob, open it as one"
+        error = BlobNotFoundError(f"cannot list {self.url}: no blob's name begins with {self._prefix!r}. {hint}", url=self.url)
+        error.account, error.container, error.key = self._container.service.account, self._container.name, self._location.key
+        error.hint = hint
+        return error
+
+
+def _store(store: AzureStore | None, credentials: Given, access: Access | None) -> AzureStore:
+    if store is not None and (credentials is not None or access is not None):
+        raise OptionError("a store has credentials and access of its own", option="store")
+    return store if store is not None else AzureStore(credentials, access=access)
+
+
+def open_azure(
+    url: str,
+    *,
+    credentials: Given = None,
+    access: Access | None = None,
+    store: AzureStore | None = None,
+    prefix_nbytes: int = PREFIX_NBYTES,
+) -> AzureSource:
+    """Open a blob with one GET of its first bytes, which also tells its size and version.
+
+    Args:
+        url: az://container/path, abfss://container@account.dfs.core.windows.net/path or, percent-encoded,
+            https://account.blob.core.windows.net/container/path.
+        credentials: who asks, and where; a function that returns them is asked again when they are refused; an object with
+            azure-identity's `get_token` gives bearer tokens. None: as the environment says.
+        access: patience, proxies and trusted CAs.
+        store: where others are opened as well, so that credentials are found once; instead of `credentials` and `access`.
+        prefix_nbytes: bytes to fetch now and keep, so that reading the header of a checkpoint costs no second request.
+
+    Returns:
+        An open source; `close` it.
+
+    Raises:
+        OptionError: no such url or endpoint, no account, or a library is missing.
+        AccountNotFoundError, ContainerNotFoundError, BlobNotFoundError, AccessDeniedError, CredentialsError: Azure says so.
+        SourceError: it cannot be reached or read; the classes are those of `headrace.sources.http`.
+
+    Example:
+        >>> source = open_azure("az://models/minilm/model.safetensors")  # doctest: +SKIP
+        >>> source.nbytes  # doctest: +SKIP
+        90868376
+    """
+    return _store(store, credentials, access).open(url, prefix_nbytes=prefix_nbytes)
