@@ -8,10 +8,11 @@ headrace.plan(url)     -> what a load would do, and why
 headrace.pull(url, dst) copies files into a folder
 headrace.folder(url)   -> what lies in a folder or under a prefix, to list and to open
 headrace.tensor_parallel(checkpoint, rank, world) -> the slices that one rank computes with
+headrace.open_sharded, headrace.save_sharded: checkpoints that are divided among ranks already
 headrace.safe_open, headrace.load_file: as in safetensors
 """
 
-from headrace._api import TensorStream, folder, load, open, plan, pull, read, stream
+from headrace._api import TensorStream, folder, load, open, open_sharded, plan, pull, read, stream
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
 from headrace._options import Options
@@ -19,6 +20,7 @@ from headrace._partition import USUAL_RULES, Split, tensor_parallel
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import PullProgress, PullReport
+from headrace._sharded import save_sharded
 from headrace._slices import Parts
 from headrace.errors import (
     DestinationError,
@@ -80,10 +82,12 @@ __all__ = [
     "load",
     "load_file",
     "open",
+    "open_sharded",
     "plan",
     "pull",
     "read",
     "safe_open",
+    "save_sharded",
     "stream",
     "tensor_parallel",
 ]

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from headrace._checkpoint import Checkpoint
+from headrace._checkpoint import Checkpoint, open_files
 from headrace._interpreter import gc_paused
-from headrace._location import Location, local_path, open_location, open_place
+from headrace._location import Location, is_remote_url, local_path, open_location, open_place
 from headrace._options import Options, resolve
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
 from headrace._request import Into, Order, Ownership, Rename, Request, read_at_once
 from headrace._selection import DTypeRule, Names
+from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
 from headrace.errors import OptionError, StreamError
 from headrace.sources.base import Folder
@@ -57,6 +58,42 @@ def open(url: Location, *, credentials: object = None, options: Options | None =
         103 90405376
     """
     return open_location(url, _resolved(url, options, overrides), credentials)
+
+
+def open_sharded(
+    url: str | os.PathLike[str] | Folder,
+    *,
+    rank: int,
+    pattern: str = PATTERN,
+    credentials: object = None,
+    options: Options | None = None,
+    **overrides: Any,
+) -> Checkpoint:
+    """Open one rank's part of a checkpoint that is divided already; `stream` and `load` take what this returns.
+
+    Args:
+        url: the folder, as for `open`.
+        rank: whose part.
+        pattern: what the files are called; has {rank} and {part}.
+        credentials, options: as for `open`.
+
+    Returns:
+        The rank's tensors, those of all its parts, as `open` does.
+
+    Raises:
+        As `open`; OptionError: no such pattern; SourceNotFoundError: the rank has no files; FormatError: a part is missing.
+
+    Example:
+        >>> with headrace.open_sharded("s3://models/llama-tp8", rank=3) as checkpoint:
+        ...     weights = headrace.load(checkpoint)
+    """
+    resolved = resolve(options, overrides)
+    folder, only = open_place(url, resolved, credentials)
+    if only is not None:
+        raise OptionError(f"{url}: a checkpoint divided among ranks is a folder, and this is a file", option="url")
+    names = files_of_rank(folder.names(), rank=rank, pattern=pattern, url=folder.url)
+    openers = [lambda name=name: folder.open(name) for name in names]
+    return open_files(openers, folder.url, resolved, remote=is_remote_url(url))
 
 
 def plan(
@@ -264,6 +301,30 @@ def pull(
         move=move,
         progress=progress,
     )
+
+
+def folder(
+    url: str | os.PathLike[str] | Folder, *, credentials: object = None, options: Options | None = None, **overrides: Any
+) -> Folder:
+    """Find the folder, bucket prefix or repository that a url names, to list it and to open its files. Nothing is asked yet.
+
+    Args:
+        url: a folder, or a local or safetensors file, whose folder is meant.
+        credentials: as for `open`.
+        options: tuning; see `Options`. Every field may also be given by name.
+
+    Returns:
+        `names()` lists the files directly inside, `walk()` those below as well where the store can tell, `open(name)` opens one.
+        Any of them raises SourceNotFoundError, SourcePermissionError or SourceError where the store says so.
+
+    Raises:
+        OptionError: there is no source for such a url.
+
+    Example:
+        >>> headrace.folder("models/minilm").names()
+        ['config.json', 'model.safetensors']
+    """
+    return open_place(url, _resolved(url, options, overrides), credentials)[0]
 
 
 class TensorStream(Iterator[tuple[str, Any]]):
