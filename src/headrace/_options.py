@@ -321,3 +321,76 @@ def _switch(variable: str) -> bool | None:
     if text:
         raise OptionError(f"environment variable {variable}={text!r} is 1 or 0", option=variable)
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcsSettings:
+    """What the environment says about Google Cloud Storage and google-auth does not read.
+
+    Attributes:
+        endpoint: STORAGE_EMULATOR_HOST; http:// where it is a bare host.
+        credential_file: RUNAI_STREAMER_GCS_CREDENTIAL_FILE; google-auth reads GOOGLE_APPLICATION_CREDENTIALS itself.
+        anonymous: RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS.
+        universe: GOOGLE_CLOUD_UNIVERSE_DOMAIN, the domain of a sovereign cloud's services.
+    """
+
+    endpoint: str | None = None
+    credential_file: str | None = None
+    anonymous: bool = False
+    universe: str = "googleapis.com"
+
+    @classmethod
+    def from_environment(cls) -> GcsSettings:
+        """Read them now.
+
+        Raises:
+            OptionError: a switch that is neither on nor off.
+        """
+        emulator = _first_set("STORAGE_EMULATOR_HOST")
+        return cls(
+            endpoint=emulator if emulator is None or "://" in emulator else f"http://{emulator}",
+            credential_file=_first_set("RUNAI_STREAMER_GCS_CREDENTIAL_FILE"),
+            anonymous=bool(_switch("RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS")),
+            universe=_first_set("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AzureSettings:
+    """What the environment says about Azure Storage: names of Run:ai's streamer and, in brackets, of Azure's command and obstore.
+
+    Attributes:
+        account_name: AZURE_STORAGE_ACCOUNT_NAME [AZURE_STORAGE_ACCOUNT].
+        account_key: AZURE_STORAGE_ACCOUNT_KEY [AZURE_STORAGE_KEY, AZURE_STORAGE_ACCESS_KEY]; never shown.
+        sas_token: AZURE_STORAGE_SAS_TOKEN; never shown.
+        connection_string: AZURE_STORAGE_CONNECTION_STRING; never shown.
+        endpoint: AZURE_STORAGE_ENDPOINT [AZURE_STORAGE_SERVICE_ENDPOINT, AZURE_ENDPOINT], the url of the blob service.
+        endpoint_suffix: AZURE_STORAGE_ENDPOINT_SUFFIX, of the blob service's host; one without "blob." is completed.
+        anonymous: AZURE_SKIP_SIGNATURE.
+    """
+
+    account_name: str | None = None
+    account_key: str | None = dataclasses.field(default=None, repr=False)
+    sas_token: str | None = dataclasses.field(default=None, repr=False)
+    connection_string: str | None = dataclasses.field(default=None, repr=False)
+    endpoint: str | None = None
+    endpoint_suffix: str | None = None
+    anonymous: bool = False
+
+    @classmethod
+    def from_environment(cls) -> AzureSettings:
+        """Read them now.
+
+        Raises:
+            OptionError: a switch that is neither on nor off.
+        """
+        suffix = (_first_set("AZURE_STORAGE_ENDPOINT_SUFFIX") or "").lstrip(".")
+        return cls(
+            account_name=_first_set("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
+            account_key=_first_set("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY"),
+            sas_token=_first_set("AZURE_STORAGE_SAS_TOKEN"),
+            connection_string=_first_set("AZURE_STORAGE_CONNECTION_STRING"),
+            endpoint=_first_set("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT", "AZURE_ENDPOINT"),
+            endpoint_suffix=(f"blob.{suffix}" if suffix.startswith("core.") else suffix) or None,
+            anonymous=bool(_switch("AZURE_SKIP_SIGNATURE")),
+        )

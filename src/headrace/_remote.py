@@ -83,6 +83,24 @@ def _open_s3(options: Options, given: object) -> Store:
     return S3Store(cast(Any, given), access=_access(options, aws=True))
 
 
+def _open_gcs(options: Options, given: object) -> Store:
+    from headrace.sources.gcs import GcsCredentials, GcsStore
+
+    if given is not None and not isinstance(given, GcsCredentials) and not callable(given):
+        raise OptionError(f"credentials for gs:// are GcsCredentials, not {type(given).__name__}", option="credentials")
+    return GcsStore(cast(Any, given), access=_access(options))
+
+
+def _open_azure(options: Options, given: object) -> Store:
+    from headrace.sources.azure import AzureCredentials, AzureStore
+
+    usable = given is None or isinstance(given, AzureCredentials) or callable(given) or hasattr(given, "get_token")
+    if not usable:
+        message = f"credentials for az:// are AzureCredentials or an object with get_token, not {type(given).__name__}"
+        raise OptionError(message, option="credentials")
+    return AzureStore(cast(Any, given), access=_access(options))
+
+
 class _Hub:
     """The Hugging Face hub."""
 
@@ -118,7 +136,16 @@ class _Web:
         return WebFolder(url, names, access=self._access)
 
 
-_MAKERS: Final[dict[str, Callable[[Options, object], Store]]] = {"s3": _open_s3, "hf": _Hub, "https": _Web, "http": _Web}
+_MAKERS: Final[dict[str, Callable[[Options, object], Store]]] = {
+    "s3": _open_s3,
+    "gs": _open_gcs,
+    "az": _open_azure,
+    "abfs": _open_azure,
+    "abfss": _open_azure,
+    "hf": _Hub,
+    "https": _Web,
+    "http": _Web,
+}
 
 
 def _token(credentials: object) -> str | None:
