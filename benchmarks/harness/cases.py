@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["headrace", "floor", "peer"]
-Metric = Literal["speed", "cpu", "overhead_us", "peak_mib", "ideal"]
+Metric = Literal["speed", "cpu", "overhead_us", "peak_mib", "over_limit_mib", "ideal"]
+Server = Literal["", "s3", "s3-tls", "gcs", "azure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Way:
         call: `module:function` of harness.
         role: what it is.
         settings: for the function. "headrace" stands for the reads in flight that headrace chose; `spin_share` becomes `spin_s`,
-            a share of the idle wall time.
+            a share of the idle wall time; `folder`, where files go, "memory" (tmpfs) or "disk", becomes the path of an empty one.
         environment: variables to set for the process.
         kind: where it differs from the case's.
         pick: of all ways with the same pick, only the quickest is measured, under this name.
@@ -45,7 +46,8 @@ class Goal:
     Attributes:
         text: the demand in words.
         metric: 'speed': median seconds of `against` over those of `way`. 'cpu': CPU seconds of `way` over those of `against`.
-            'overhead_us': microseconds per tensor that `way` takes longer than `against`. 'peak_mib': growth of peak RSS.
+            'overhead_us': microseconds per tensor that `way` takes longer than `against`. 'peak_mib': growth of peak RSS;
+            'over_limit_mib': what of it lies over the memory limit that headrace chose.
             'ideal': the longer of reading and spinning, over what both took together.
         way: whose figure.
         against: names or globs; the quickest of them counts.
@@ -62,7 +64,12 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A row of the table."""
+    """A row of the table.
+
+    Attributes:
+        server: what the checkpoint is read from, "" being local files.
+        connections: as many for each way, where there is a server.
+    """
 
     name: str
     title: str
@@ -71,3 +78,5 @@ class Case:
     cold: bool
     ways: tuple[Way, ...]
     goals: tuple[Goal, ...] = ()
+    server: Server = ""
+    connections: int = 0

@@ -1,7 +1,8 @@
 """The checkpoints that are measured: made once, kept in a folder that git ignores.
 
 `llama` has the shapes of a Llama of 2 G parameters: three shards, 164 BF16 tensors, 3.7 GiB, the largest 376 MiB. `moe` has
-60,000 BF16 tensors of 4 to 64 KiB in three shards of 1 GiB together. `f32` has 32 F32 tensors of 32 MiB. The others serve tests.
+60,000 BF16 tensors of 4 to 64 KiB in three shards of 1 GiB together. `f32` has 32 F32 tensors of 32 MiB. `object` is one file of
+64 BF16 tensors of 16 MiB, `shards` a Llama of 0.5 G parameters in four. The others serve smoke runs and tests.
 Values are random bits with the top exponent bit cleared, so none is NaN or infinite. The header is read here as well, without
 headrace, so that floors and peers know names and offsets.
 """
@@ -46,7 +47,7 @@ class New:
         return prod(self.shape) * WIDTHS[self.dtype]
 
 
-def llama(vocab: int = 64128, layers: int = 18) -> list[list[New]]:
+def llama(vocab: int = 64128, layers: int = 18, shards: int = 3) -> list[list[New]]:
     """Shards of a Llama-like model: embeddings large, norms tiny."""
     hidden, inner, kv = 3072, 8192, 1024
     shapes = {
@@ -62,7 +63,7 @@ def llama(vocab: int = 64128, layers: int = 18) -> list[list[New]]:
     }
     tensors = [New("model.embed_tokens.weight", "BF16", (vocab, hidden))]
     tensors += [New(f"model.layers.{i}.{name}.weight", "BF16", shape) for i in range(layers) for name, shape in shapes.items()]
-    return _shards([*tensors, New("model.norm.weight", "BF16", (hidden,))], 3)
+    return _shards([*tensors, New("model.norm.weight", "BF16", (hidden,))], shards)
 
 
 def moe(count: int = 60_000) -> list[list[New]]:
@@ -81,6 +82,16 @@ def f32() -> list[list[New]]:
     return [[New(f"layers.{i}.w", "F32", (4096, 2048)) for i in range(32)]]
 
 
+def one_object(count: int = 64) -> list[list[New]]:
+    """One file, 1 GiB and its header."""
+    return [[New(f"layers.{i}.w", "BF16", (4096, 2048)) for i in range(count)]]
+
+
+def four_shards() -> list[list[New]]:
+    """Four shards of a quarter GiB each."""
+    return llama(vocab=32000, layers=4, shards=4)
+
+
 def tiny() -> list[list[New]]:
     """One file of a few small tensors."""
     return [[New(f"layers.{i}.{name}", "F32", shape) for i in range(8) for name, shape in (("norm", (64,)), ("w", (256, 512)))]]
@@ -91,7 +102,33 @@ def short() -> list[list[New]]:
     return llama(vocab=8192, layers=1)
 
 
-SETS = {"llama": llama, "moe": moe, "f32": f32, "short": short, "tiny": tiny}
+def short_object() -> list[list[New]]:
+    """One file of 64 MiB."""
+    return one_object(count=4)
+
+
+def short_shards() -> list[list[New]]:
+    """A llama of one layer in four files."""
+    return llama(vocab=8192, layers=1, shards=4)
+
+
+def tiny_shards() -> list[list[New]]:
+    """A few small tensors in four files."""
+    return _shards(tiny()[0], 4)
+
+
+SETS = {
+    "llama": llama,
+    "moe": moe,
+    "f32": f32,
+    "object": one_object,
+    "shards": four_shards,
+    "short": short,
+    "short-object": short_object,
+    "short-shards": short_shards,
+    "tiny": tiny,
+    "tiny-shards": tiny_shards,
+}
 
 
 def ensure(folder: Path, names: Iterable[str]) -> None:
@@ -120,6 +157,20 @@ def read_entries(file: str) -> list[Entry]:
         for entry in found
     ]
     return sorted(sized, key=lambda entry: entry.offset)
+
+
+def checksum(files: Iterable[str]) -> str:
+    """What `child.byte_sum` makes of all tensors, from the files themselves."""
+    import numpy as np
+
+    total = 0
+    for file in files:
+        data = np.memmap(file, np.uint8, mode="r")
+        for entry in read_entries(file):
+            piece = data[entry.offset : entry.offset + entry.nbytes]
+            words = len(piece) // 8 * 8
+            total += int(piece[:words].view("<u8").sum(dtype=np.uint64)) + int(piece[words:].sum(dtype=np.uint64))
+    return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 def _shards(tensors: list[New], count: int) -> list[list[New]]:

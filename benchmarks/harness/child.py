@@ -18,9 +18,11 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from harness import memory, pagecache
+from harness import checkpoints, memory, pagecache
+from harness.targets import Target
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -32,6 +34,7 @@ class Job:
     Attributes:
         way: `module:function` of harness, a callable that takes the job and returns what is timed.
         files: the checkpoint.
+        target: where a server has it; the files then are a copy to compare with.
         kind: 'stream' (tensors dropped at once), 'into' (given memory is filled) or 'load' (everything is kept).
         cold: empty the page cache first.
         verify: sum the bytes of every tensor; costs time.
@@ -41,6 +44,7 @@ class Job:
 
     way: str
     files: list[str]
+    target: Target | None = None
     kind: str = "stream"
     cold: bool = False
     verify: bool = False
@@ -48,6 +52,20 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     tensors: int = 0
     checksum: int = 0
+
+    @property
+    def store(self) -> Target:
+        """The target, for what reads from servers only."""
+        if self.target is None:
+            raise ValueError("this way needs a server")
+        return self.target
+
+    @property
+    def locations(self) -> list[str]:
+        """Paths or urls of the shards."""
+        if self.target is None:
+            return self.files
+        return [self.target.url(Path(file).name) for file in self.files]
 
     def take(self, pairs: Iterable[tuple[str, Any]]) -> None:
         """Take all tensors and drop them at once."""
@@ -68,6 +86,21 @@ class Job:
             for tensor in tensors.values():
                 self._add(tensor)
         return tensors
+
+    def keep_files(self, views: Iterable[memoryview]) -> None:
+        """Look at whole files in memory, in the order of `files`."""
+        if self.verify:
+            import torch
+
+            for file, view in zip(self.files, views, strict=True):
+                for entry in checkpoints.read_entries(file):
+                    self.tensors += 1
+                    self._add(torch.frombuffer(view, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset))
+
+    def keep_folder(self, folder: str | Path) -> None:
+        """Look at files of the same names in a folder."""
+        if self.verify:
+            self.keep_files(memoryview(bytearray((Path(folder) / Path(file).name).read_bytes())) for file in self.files)
 
     def _add(self, tensor: Any) -> None:
         self.checksum = (self.checksum + byte_sum(tensor)) & 0xFFFFFFFFFFFFFFFF
@@ -97,15 +130,17 @@ def measure(job: Job) -> dict[str, Any]:
     resident = pagecache.resident_share(job.files)
     gc.collect()
     base_nbytes = _reset_peak()
-    busy, cpu, wall = busy_s(), time.process_time(), time.perf_counter()
+    pids = job.target.pids if job.target is not None else ()
+    served, busy, cpu, wall = used_s(pids), busy_s(), time.process_time(), time.perf_counter()
     extra, kept = _outcome(run())
-    wall, cpu, busy = time.perf_counter() - wall, time.process_time() - cpu, busy_s() - busy
+    wall, cpu, busy, served = time.perf_counter() - wall, time.process_time() - cpu, busy_s() - busy, used_s(pids) - served
     peak_nbytes = _peak()
     del kept
     return {
         "seconds": wall,
         "cpu_s": cpu,
-        "others_cpus": max(0.0, busy - cpu) / wall if wall else 0.0,
+        "server_cpu_s": served if pids else None,
+        "others_cpus": max(0.0, busy - cpu - served) / wall if wall else 0.0,
         "peak_nbytes": max(0, peak_nbytes - base_nbytes),
         "bytes": sum(map(os.path.getsize, job.files)),
         "tensors": job.tensors,
@@ -151,10 +186,25 @@ def busy_s() -> float:
     return (sum(ticks) - ticks[3] - ticks[4]) * _TICK_S
 
 
+def used_s(pids: Iterable[int]) -> float:
+    """CPU seconds of other processes so far."""
+    total = 0
+    for pid in pids:
+        with open(f"/proc/{pid}/stat") as file:
+            words = file.read().rpartition(")")[2].split()
+        total += int(words[11]) + int(words[12])
+    return total * _TICK_S
+
+
 def main() -> None:
     """Measure the job on the command line."""
-    job = Job(**json.loads(sys.argv[1]))
+    fields = json.loads(sys.argv[1])
+    if (target := fields.get("target")) is not None:
+        fields["target"] = Target(**target)
+    job = Job(**fields)
     print(json.dumps(measure(job)), flush=True)
+    if job.target is not None:
+        os._exit(0)  # native clients of stores hang or crash now and then when the interpreter shuts down
 
 
 if __name__ == "__main__":

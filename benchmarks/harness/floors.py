@@ -61,7 +61,7 @@ def into_fresh(job: Job) -> Callable[[], Any]:
             memory.populate(piece)
             os.preadv(fd, [piece], at)
 
-        _in_threads(threads, len(chunks), lambda: read)
+        in_threads(threads, len(chunks), lambda: read)
         _close(fds)
         return {}, kept
 
@@ -89,7 +89,7 @@ def chunks(job: Job) -> Callable[[], Any]:
 
             return read
 
-        _in_threads(threads, len(offsets), reader)
+        in_threads(threads, len(offsets), reader)
         _close(fds)
 
     return run
@@ -116,11 +116,11 @@ def _read_all(job: Job, per_file: list[list[tuple[memoryview, int]]]) -> None:
         if os.preadv(fd, views, offset) != views[0].nbytes:
             raise OSError(f"short read at {offset}")
 
-    _in_threads(job.settings["threads"], len(flat), lambda: read)
+    in_threads(job.settings["threads"], len(flat), lambda: read)
     _close(fds)
 
 
-def _in_threads(threads: int, count: int, reader: Callable[[], _Reader]) -> None:
+def in_threads(threads: int, count: int, reader: Callable[[], _Reader]) -> None:
     """Read chunks 0 to `count` with `threads` threads, each with a reader of its own."""
     tickets = itertools.count()
     errors: list[BaseException] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,25 +14,29 @@ import headrace
 from harness import memory
 from harness.child import Job
 
+_ADAPTERS = {"s3": "s3", "gs": "gcs", "az": "azure"}
+_LIBRARIES = {"s3": "botocore.session", "gs": "google.auth", "az": "azure.storage.blob"}
+
 
 def run(job: Job) -> Callable[[], Any]:
     """`stream`, `stream(into=...)` or `load` of the whole checkpoint.
 
-    Settings: `arguments` for headrace; `largest_nbytes` leaves larger tensors out; `spin_s` keeps the caller busy.
+    Settings: `arguments` for headrace; `connections` to a server; `largest_nbytes` leaves larger tensors out; `spin_s` keeps the
+    caller busy.
     """
-    folder = Path(job.files[0]).parent if len(job.files) > 1 else job.files[0]
-    arguments = dict(job.settings.get("arguments", {}))
+    place = _place(job)
+    arguments = _arguments(job)
     if (most := job.settings.get("largest_nbytes")) is not None:
         arguments["names"] = lambda info: info.nbytes <= most
-    _import_engine()
+    _import_engine(job)
     if job.kind == "load":
-        return lambda: ({}, job.keep(headrace.load(folder, **arguments)))
+        return lambda: ({}, job.keep(headrace.load(place, **arguments)))
     if job.kind == "into":
         arguments["into"] = memory.destinations(job.files)
     spin = _spinning(job.settings.get("spin_s", 0.0))
 
     def go() -> Any:
-        with headrace.stream(folder, **arguments) as tensors:
+        with headrace.stream(place, **arguments) as tensors:
             job.take(spin(tensors, tensors.stats.total_tensors))
         stats = tensors.stats.as_dict()
         return {"stats": stats, "threads": stats["concurrency"], "bytes": stats["read_nbytes"]}, arguments.get("into")
@@ -39,10 +44,46 @@ def run(job: Job) -> Callable[[], Any]:
     return go
 
 
-def _import_engine() -> None:
+def pull(job: Job) -> Callable[[], Any]:
+    """`pull` of the whole bucket. Setting `folder`."""
+    arguments = _arguments(job)
+    _import_store(job)
+
+    def go() -> Any:
+        headrace.pull(job.store.url(), job.settings["folder"], **arguments)
+        job.keep_folder(job.settings["folder"])
+
+    return go
+
+
+def _place(job: Job) -> str | Path:
+    """What the caller names: the file, or the folder of several."""
+    if job.target is not None:
+        return job.target.url() if len(job.files) > 1 else job.locations[0]
+    return Path(job.files[0]).parent if len(job.files) > 1 else job.files[0]
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    connections = {"concurrency": job.settings["connections"]} if "connections" in job.settings else {}
+    return {**connections, **job.settings.get("arguments", {})}
+
+
+def _import_engine(job: Job) -> None:
     """Imports that headrace puts off until tensors are made."""
     import headrace._engine
     import headrace.devices.cpu  # noqa: F401
+
+    _import_store(job)
+
+
+def _import_store(job: Job) -> None:
+    """Imports that it puts off until a url of the scheme is opened."""
+    if job.target is None:
+        return
+    import headrace._remote  # noqa: F401
+
+    importlib.import_module(f"headrace.sources.{_ADAPTERS[job.target.scheme]}")
+    importlib.import_module(_LIBRARIES[job.target.scheme])
 
 
 def _spinning(seconds: float) -> Callable[[Iterable[Any], int], Iterable[Any]]:

@@ -51,7 +51,7 @@ def runai(job: Job) -> Callable[[], Any]:
 
     def pairs() -> Pairs:
         with SafetensorsStreamer() as streamer:
-            streamer.stream_files(job.files, owned=job.settings["owned"])
+            streamer.stream_files(job.locations, owned=job.settings["owned"])
             yield from streamer.get_tensors()
 
     return _consume(job, pairs)

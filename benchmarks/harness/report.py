@@ -6,7 +6,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
@@ -56,6 +56,8 @@ def judge(goal: Goal, measured: Sequence[Measured]) -> Verdict:
 def _value(goal: Goal, ours: Measured, other: Measured | None) -> float:
     if goal.metric == "peak_mib":
         return max(sample["peak_nbytes"] for sample in ours.samples) / MIB
+    if goal.metric == "over_limit_mib":
+        return max(sample["peak_nbytes"] - sample["stats"]["memory_limit"] for sample in ours.samples) / MIB
     if goal.metric == "ideal":
         return sorted(sample["ideal_s"] / sample["seconds"] for sample in ours.samples)[len(ours.samples) // 2]
     assert other is not None, "the other metrics compare"
@@ -68,8 +70,10 @@ def _value(goal: Goal, ours: Measured, other: Measured | None) -> float:
 
 @dataclass(slots=True)
 class Run:
-    """One run of the benchmark, and its output."""
+    """One run of a benchmark, and its output: NAME.json, NAME.png and what else `draw` makes."""
 
+    name: str
+    draw: Callable[[Mapping[str, Any], Path], Sequence[Path]]
     command: str
     files: Mapping[str, Sequence[str]]
     peers: Path | str
@@ -95,7 +99,7 @@ class Run:
     def save(self, out: Path) -> Path:
         """Write what there is so far."""
         out.mkdir(parents=True, exist_ok=True)
-        path = out / "local.json"
+        path = out / f"{self.name}.json"
         path.write_text(json.dumps(self.as_data(), indent=1))
         return path
 
@@ -111,6 +115,8 @@ class Run:
                     "checkpoint": case.checkpoint,
                     "kind": case.kind,
                     "cold": case.cold,
+                    "server": case.server,
+                    "connections": case.connections,
                     "ways": {one.way.name: as_data(one) for one in measured},
                     "goals": [{**asdict(verdict), "text": verdict.text} for verdict in verdicts],
                 }
@@ -119,14 +125,12 @@ class Run:
         }
 
     def finish(self, out: Path) -> None:
-        """The chart, and where everything is."""
-        from harness import chart
-
+        """The charts, and where everything is."""
         path = self.save(out)
         data = self.as_data()
-        picture = chart.draw(data, out / "local.png")
+        pictures = self.draw(data, out)
         missed = [(name, v) for name, (_, _, verdicts) in self.cases.items() for v in verdicts if v.holds is False]
-        print(f"{data['machine']['summary']}\n{self.command}\n{path}\n{picture}")
+        print(f"{data['machine']['summary']}\n{self.command}", path, *pictures, sep="\n")
         for name, verdict in missed:
             print(f"{name}: {verdict.text}")
 
@@ -134,9 +138,10 @@ class Run:
 def _table(case: Case, measured: Sequence[Measured]) -> Table:
     table = Table(title=f"{case.name}: {case.title}", title_justify="left", title_style="bold")
     table.add_column("way")
-    for title in ("median s", "best s", "GB/s", "CPU-s/GiB", "peak MiB", "× floor", "× headrace", "others' CPUs"):
-        table.add_column(title, justify="right")
     shown = [one for one in measured if one.samples and not one.skipped]
+    columns = ["median s", "best s", "GB/s", "CPU-s/GiB", "peak MiB", "× floor", "× headrace", "others' CPUs"]
+    for title in [*columns, *(["server CPU-s/GiB"] if case.server else [])]:
+        table.add_column(title, justify="right")
     floors = [one.median("seconds") for one in shown if one.way.role == "floor"]
     ours = next((one.median("seconds") for one in shown if one.way.name == "headrace"), None)
     for one in shown:
@@ -152,6 +157,7 @@ def _table(case: Case, measured: Sequence[Measured]) -> Table:
             f"{floors[0] / seconds:.2f}" if floors else "",
             f"{ours / seconds:.2f}" if ours else "",
             f"{one.median('others_cpus'):.2f}",
+            *([f"{one.median('server_cpu_s') / (nbytes / GIB):.3f}"] if case.server else []),
             style={"headrace": "bold", "floor": "cyan"}.get(one.way.role, ""),
         )
     return table

@@ -2,8 +2,9 @@
 
 Ways that share a `pick` are tried once each in the same run before the rounds begin; the quickest goes on under the pick's name.
 A way that cannot run is left out, with its reason. Before the rounds headrace loads once uncounted, which tells how many reads it
-keeps in flight: the floors use as many. On a machine that others use, a measurement waits for a quiet moment and is taken again
-where others were busy meanwhile; what was busy decides, never the figure.
+keeps in flight: the floors use as many. Where there is a server, each way loads once uncounted and its bytes are summed: one
+that does not come to the sum of the files is left out. On a machine that others use, a measurement waits for a quiet moment and
+is taken again where others were busy meanwhile; what was busy decides, never the figure.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness import pagecache
+from harness import checkpoints, pagecache
 from harness.cases import Case, Way
 from harness.child import busy_s
+from harness.failures import FailedError
+from harness.targets import Target
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 180
@@ -51,10 +56,6 @@ class Measured:
         return min(sample[key] for sample in self.samples)
 
 
-class FailedError(Exception):
-    """A measurement that did not come about; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Runner:
     """Runs cases on the checkpoints in a folder.
@@ -67,6 +68,7 @@ class Runner:
         picks: {(pick, checkpoint, cold): the quickest of its ways}, found in the first case that has them.
         peers: the interpreter of the peers, or why there is none.
         say: told what goes on.
+        serve: starts the server of a case.
     """
 
     files: Mapping[str, Sequence[str]]
@@ -74,6 +76,7 @@ class Runner:
     source: Path
     peers: Path | str
     say: Say
+    serve: Callable[[Case], AbstractContextManager[Target | None]]
     retakes: int = 1
     picks: dict[tuple[str, str, bool], Way] = field(default_factory=dict)
 
@@ -81,21 +84,40 @@ class Runner:
         """All rounds of one case."""
         if not case.cold:
             pagecache.evict(self.files[case.checkpoint])  # filled by us, and not by whoever came before
-        idle = {key: value for key, value in case.ways[0].settings.items() if key != "spin_share"}
         try:
-            rehearsal = self._measure(case, replace(case.ways[0], settings=idle, kind="stream"), {})
+            with self.serve(case) as target:
+                return self._run(case, target)
         except FailedError as exc:
             return [Measured(case.ways[0], skipped=str(exc))]
-        known = {"threads": rehearsal["threads"], "idle_s": rehearsal["seconds"]}
+
+    def _run(self, case: Case, target: Target | None) -> list[Measured]:
+        known: dict[str, Any] = {"target": target}
+        if target is None:
+            rehearsal = self._measure(case, replace(case.ways[0], settings=_idle(case), kind="stream"), known)
+            known |= {"threads": rehearsal["threads"], "idle_s": rehearsal["seconds"]}
         measured = [*self._plain(case), *self._picked(case, known)]
+        if target is not None:
+            self._check(case, measured, known)
         for turn in range(self.rounds):
             for k in range(len(measured)):
                 one = measured[(k + turn) % len(measured)]
                 if not one.skipped:
                     self._add_sample(case, one, known, retakes=self.retakes)
-                    self._remember_idle(one, known)
+                    self._remember_idle(case, one, known)
             self.say(f"{case.name}: round {turn + 1} of {self.rounds}")
         return measured
+
+    def _check(self, case: Case, measured: Iterable[Measured], known: dict[str, Any]) -> None:
+        """One uncounted load of each way, with its bytes summed."""
+        expected = checkpoints.checksum(self.files[case.checkpoint])
+        for one in measured:
+            try:
+                sample = self._measure(case, one.way, known, verify=True)
+                if sample["checksum"] != expected:
+                    raise FailedError(f"wrong bytes: they sum up to {sample['checksum']}, those of the files to {expected}")
+            except FailedError as exc:
+                one.skipped = str(exc)
+                self.say(f"{case.name}: {one.way.name} skipped: {exc}")
 
     def _plain(self, case: Case) -> list[Measured]:
         return [Measured(way) for way in case.ways if way.pick is None and (way.here or not isinstance(self.peers, str))]
@@ -138,11 +160,11 @@ class Runner:
                 break
         return min(taken, key=lambda sample: sample["others_cpus"]) | {"retaken": len(taken) - 1}
 
-    def _remember_idle(self, one: Measured, known: dict[str, Any]) -> None:
-        if one.way.name == "headrace, idle caller" and one.samples:
+    def _remember_idle(self, case: Case, one: Measured, known: dict[str, Any]) -> None:
+        if one.way.role != "peer" and one.way.settings == _idle(case) and one.way.kind is None and one.samples:
             known["idle_s"] = one.median("seconds")
 
-    def _measure(self, case: Case, way: Way, known: dict[str, Any]) -> Sample:
+    def _measure(self, case: Case, way: Way, known: dict[str, Any], *, verify: bool = False) -> Sample:
         files = list(self.files[case.checkpoint])
         if not case.cold and pagecache.resident_share(files) < _CACHED_SHARE:
             pagecache.fill(files)
@@ -152,6 +174,8 @@ class Runner:
         spin_s = settings.pop("spin_share", 0) * known.get("idle_s", 0.0)
         if spin_s:
             settings["spin_s"] = spin_s
+        if case.connections:
+            settings["connections"] = case.connections
         kind = way.kind or case.kind
         total = sum(map(os.path.getsize, files))
         all_of_it = kind == "load" or way.role == "peer"
@@ -160,14 +184,38 @@ class Runner:
             "files": files,
             "kind": kind,
             "cold": case.cold,
+            "verify": verify,
             "memory_nbytes": total if all_of_it else min(total, _STREAM_NBYTES),
             "settings": settings,
         }
-        environment = {**way.environment, "PYTHONPATH": str(self.source)}
-        sample = run_child(job, environment, sys.executable if way.here else str(self.peers))
+        target: Target | None = known["target"]
+        surroundings = {}
+        if target is not None:
+            job["target"] = asdict(target)
+            surroundings = target.environment()
+        environment = {**surroundings, **way.environment, "PYTHONPATH": str(self.source)}
+        with _folder(settings, files):
+            sample = run_child(job, environment, sys.executable if way.here else str(self.peers))
         if spin_s:
             sample |= {"spin_s": spin_s, "ideal_s": max(spin_s, known["idle_s"])}
         return sample
+
+
+def _idle(case: Case) -> dict[str, Any]:
+    """Settings of the first way without a busy caller."""
+    return {key: value for key, value in case.ways[0].settings.items() if key != "spin_share"}
+
+
+@contextmanager
+def _folder(settings: dict[str, Any], files: Sequence[str]) -> Iterator[None]:
+    """Where the settings ask for a folder: an empty one, in memory or next to the checkpoints, which is removed afterwards."""
+    if "folder" not in settings:
+        yield
+        return
+    on = "/dev/shm" if settings["folder"] == "memory" else Path(files[0]).parent.parent
+    with TemporaryDirectory(dir=on, prefix=".headrace-bench-") as folder:
+        settings["folder"] = folder
+        yield
 
 
 def _wait_for_quiet() -> None:
