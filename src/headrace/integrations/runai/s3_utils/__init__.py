@@ -1,0 +1,1 @@
+"""Where programs import Run:ai's `s3_utils` from."""

@@ -1,0 +1,1 @@
+"""Where programs import Run:ai's `safetensors_streamer` from."""
