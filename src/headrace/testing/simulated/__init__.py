@@ -11,7 +11,7 @@ controls of the test: when queued work is carried out, limits, faults, several d
 
 Rules
 - Work on a stream is carried out when the host waits for it (`manual`, the default), by chance (`random`), or after a delay and
-  at the speed of a bus (`timed`). A pinned source is read at that moment; a pageable one during the call, as the driver stages it.
+  at the speed of a bus (`timed`). A pinned source is read at that moment, a pageable one during the call, as the driver does.
 - Device memory is filled with 0xCD and closed to the host: touching its pointer ends in SIGSEGV, also after it was freed.
 - Registering refuses zero bytes, unmapped pages, and pages without write access (1), pages that are registered already (712),
   read-only registration where the device lacks it (801), and what is over a limit (2). Unregistering a strange pointer gives 713.

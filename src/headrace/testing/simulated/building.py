@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError
 
-_FLAGS = ("-std=gnu11", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread", "-Wall", "-Wextra")
+_FLAGS = ("-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread", "-Wall", "-Wextra")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 120.0
 

@@ -26,6 +26,7 @@ static size_t dead_count, live_streams, live_events;
 static int last_stream_number;
 static pthread_t clock_thread;
 static bool clock_runs;
+static unsigned polls; /* unsuccessful ones */
 
 uint64_t now_ns(void) {
     struct timespec now;
@@ -210,8 +211,9 @@ static void carry_out_call(struct work *work) {
 static void carry_out(cudaStream_t stream) {
     struct work *work = stream->head;
     stream->running = true;
-    cudaError_t error = injected_into_work();
-    if (error) devices[stream->device].broken = error;
+    struct device *device = &devices[stream->device];
+    if (!device->broken) device->broken = injected_into_work();
+    if (device->broken) ; /* nothing runs on a device whose context is lost */
     else if (work->kind == COPY) carry_out_copy(work);
     else if (work->kind == FILL) carry_out_fill(work);
     else if (work->kind == CALL) carry_out_call(work);
@@ -292,8 +294,8 @@ void wait_for_work(cudaStream_t stream, uint64_t number) {
     struct goals goals = {0};
     unsigned started_in = generation;
     settle();
-    if (mode != TIMED) add_goal(&goals, stream, number);
     while (stream->finished < number && generation == started_in) {
+        if (mode != TIMED) add_goal(&goals, stream, number);
         cudaStream_t needed = mode == TIMED ? NULL : any_needed(&goals);
         if (needed) carry_out(needed);
         else pthread_cond_wait(&changed, &lock); /* the clock, or another waiting thread, is at it */
@@ -313,7 +315,6 @@ void wait_for_device(int device) {
 }
 
 bool polled(cudaStream_t stream, uint64_t number) {
-    static unsigned polls;
     settle();
     if (stream->finished >= number) return true;
     bool goes_on = mode == RANDOM ? random_below(2) : mode == MANUAL && ++polls % patience == 0;
@@ -469,6 +470,7 @@ static void *run_clock(void *unused) {
 void set_mode(enum mode wanted) {
     bool stops = clock_runs && wanted != TIMED;
     mode = wanted;
+    polls = 0;
     pthread_cond_broadcast(&changed);
     if (stops) {
         clock_runs = false;
