@@ -214,7 +214,11 @@ class Client:
         """Ask for a range. What the `with` receives may be taken: `Accepted.nbytes` bytes of the answer's body."""
         self.count(asked_nbytes=asked.end - asked.start)
         with self.asking(asked, watch, tries) as answer:
-            yield answer, check_answer(answer.status, answer.headers, asked)
+            try:
+                yield answer, check_answer(answer.status, answer.headers, asked)
+            except Failure as failure:
+                failure.note_answer(answer.status, answer.headers)
+                raise
 
     @contextmanager
     def asking(self, asked: Asked | None, watch: Watch, tries: Tries) -> Iterator[Answer]:

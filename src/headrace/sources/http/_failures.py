@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
@@ -199,8 +199,11 @@ _CODES: Final = ("x-ms-error-code", "x-error-code")
 
 def parse_error_headers(_status: int, headers: Headers, _body: bytes) -> StoreError:
     """What any store may say in headers; the body is left alone, since only an adapter knows which parts may be shown."""
-    code, request_id = (next(filter(None, map(headers.get, names)), None) for names in (_CODES, _REQUEST_IDS))
-    return StoreError(code=code, request_id=request_id)
+    return StoreError(code=next(filter(None, map(headers.get, _CODES)), None), request_id=_request_id(headers))
+
+
+def _request_id(headers: Headers) -> str | None:
+    return next(filter(None, map(headers.get, _REQUEST_IDS)), None)
 
 
 class Failure(Exception):  # noqa: N818 - not an error that anyone outside sees
@@ -215,6 +218,12 @@ class Failure(Exception):  # noqa: N818 - not an error that anyone outside sees
         self.status = errno.EBADF if kind == "closed" else status
         self.wait_s = wait_s  # how long the server asks us to wait; None: it does not say
         self.action: Action = self.store.action or RULES[self.kind].action
+
+    def note_answer(self, status: int, headers: Headers) -> None:
+        """Remember of which answer it is, where the try did not end with that: operators find what broke by the request's id."""
+        self.status = status if self.status is None else self.status
+        if self.store.request_id is None:
+            self.store = replace(self.store, request_id=_request_id(headers))
 
 
 def explain(
@@ -235,7 +244,7 @@ def explain(
     said = " ".join(filter(None, [str(failure), store.code, f"({store.message})" if store.message else None]))
     parts = [f"cannot {doing} {what}: {said}"]
     parts += [f"request id {store.request_id}"] if store.request_id else []
-    parts += [f"after {attempts} tries{limits}"] if attempts > 1 or limits else []
+    parts += [f"after {attempts} {'tries' if attempts > 1 else 'try'}{limits}"] if attempts > 1 or limits else []
     message = ", ".join(parts) + (f". {rule.hint}" if rule.hint else "")
     error = rule.error(message, url=url, offset=offset, nbytes=nbytes, status=failure.status, attempts=attempts)
     if isinstance(error, HttpError):
