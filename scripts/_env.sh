@@ -80,4 +80,28 @@ gpu_kind() {
     if [ -e /dev/nvidiactl ]; then echo CUDA; elif [ -e /dev/kfd ]; then echo ROCm; fi
 }
 
+# The emulator of Azure's store comes from npm, once, into .cache. Whatever fails here only skips the tests that need it.
+AZURITE_VERSION=3.37.0
+AZURITE="$ROOT/.cache/azurite"
+
+azurite_is_ready() { [ "$(cat "$AZURITE/.ready" 2>/dev/null)" = "$AZURITE_VERSION" ]; }
+
+_install_azurite() {
+    azurite_is_ready && return  # another script was faster
+    say "installing the Azure emulator by npm (a minute the first time)"
+    local npm=(npm install --prefix "$AZURITE" --ignore-scripts --no-audit --no-fund --fetch-retries 1)
+    timeout 300 "${npm[@]}" "azurite@$AZURITE_VERSION" </dev/null >"$AZURITE/set-up.log" 2>&1 || return 0
+    printf '%s\n' "$AZURITE_VERSION" >"$AZURITE/.ready"
+}
+
+ensure_azurite() {
+    if azurite_is_ready || ! command -v node >/dev/null || ! command -v npm >/dev/null; then return 0; fi
+    mkdir -p "$AZURITE" || return 0
+    if command -v flock >/dev/null; then
+        (flock 8 && _install_azurite) 8>"$AZURITE/.lock" || return 0
+    else
+        _install_azurite
+    fi
+}
+
 ensure_env

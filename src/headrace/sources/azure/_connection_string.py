@@ -41,7 +41,7 @@ def parse_connection_string(text: str) -> ConnectionString:
         proxy = fields.get("developmentstorageproxyuri", "http://127.0.0.1").rstrip("/")
         return ConnectionString(_EMULATOR, f"{proxy}:10000/{_EMULATOR}", account_key=_EMULATOR_KEY)
     account, key, sas = (fields.get(name) or None for name in ("accountname", "accountkey", "sharedaccesssignature"))
-    return ConnectionString(account, _endpoint(fields, account), account_key=None if sas else key, sas_token=sas)
+    return ConnectionString(account, _endpoint(fields, account), account_key=key, sas_token=None if key else sas)
 
 
 def _endpoint(fields: dict[str, str], account: str | None) -> str:

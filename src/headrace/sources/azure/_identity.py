@@ -304,6 +304,8 @@ class Identity:
     def _ask_for_token(self, now: float) -> _Held:
         try:
             found = self._get_token()
+        except OptionError:
+            raise
         except _failures() as exc:
             raise CredentialsError(f"no token for Azure Storage could be had: {_words_of(exc)}") from None
         return _Held(found.token, _renewal(float(found.expires_on), now), float(found.expires_on))
