@@ -6,13 +6,14 @@ headrace.read(checkpoint, name) -> one tensor of an open checkpoint
 headrace.open(url)     -> a mapping from names to TensorInfo, no tensor read
 headrace.plan(url)     -> what a load would do, and why
 headrace.pull(url, dst) copies files into a folder
+headrace.verify(url)   -> whether every byte is what a manifest or the hub says; writes manifests
 headrace.folder(url)   -> what lies in a folder or under a prefix, to list and to open
 headrace.tensor_parallel(checkpoint, rank, world) -> the slices that one rank computes with
 headrace.open_sharded, headrace.save_sharded: checkpoints that are divided among ranks already
 headrace.safe_open, headrace.load_file: as in safetensors
 """
 
-from headrace._api import TensorStream, folder, load, open, open_sharded, plan, pull, read, stream
+from headrace._api import TensorStream, folder, load, open, open_sharded, plan, pull, read, stream, verify
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
 from headrace._options import Options
@@ -22,6 +23,7 @@ from headrace._progress import Snapshot
 from headrace._pull import PullProgress, PullReport
 from headrace._sharded import save_sharded
 from headrace._slices import Parts
+from headrace._verify import FileCheck, VerifyProgress, VerifyReport
 from headrace.errors import (
     DestinationError,
     DeviceError,
@@ -53,6 +55,7 @@ __all__ = [
     "DestinationError",
     "DeviceError",
     "DeviceMemoryError",
+    "FileCheck",
     "FormatError",
     "HeadraceError",
     "IntegrityError",
@@ -78,6 +81,8 @@ __all__ = [
     "TensorNotFoundError",
     "TensorStream",
     "TruncatedError",
+    "VerifyProgress",
+    "VerifyReport",
     "folder",
     "load",
     "load_file",
@@ -90,4 +95,5 @@ __all__ = [
     "save_sharded",
     "stream",
     "tensor_parallel",
+    "verify",
 ]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from glob import escape
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from typing_extensions import Self
 
 from headrace._checkpoint import Checkpoint, open_files
 from headrace._interpreter import gc_paused
-from headrace._location import Location, is_remote_url, local_path, open_location, open_place
+from headrace._location import Location, Verify, is_remote_url, load_manifest, local_path, open_location, open_place
+from headrace._manifest import MANIFEST_NAME
 from headrace._options import Options, resolve
 from headrace._plan import Plan
 from headrace._progress import Snapshot
@@ -25,6 +27,7 @@ from headrace._request import Into, Order, Ownership, Rename, Request, read_at_o
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
+from headrace._verify import VerifyProgress, VerifyReport, verify_folder
 from headrace.errors import OptionError, StreamError
 from headrace.sources.base import Folder
 
@@ -34,12 +37,18 @@ if TYPE_CHECKING:
     from headrace._engine import Engine
 
 
-def open(url: Location, *, credentials: object = None, options: Options | None = None, **overrides: Any) -> Checkpoint:
+def open(
+    url: Location, *, verify: Verify = None, credentials: object = None, options: Options | None = None, **overrides: Any
+) -> Checkpoint:
     """Open a checkpoint and check all of its headers. No tensor is read, and torch is not needed.
 
     Args:
         url: a safetensors file, a folder of shards, an index file, or a list of files; as a path or URL: `file://`,
             `s3://bucket/prefix`, `hf://org/repo@revision`, `https://`. A `ByteSource` or `Folder` of one's own works as well.
+        verify: check every byte before it is used, headers included. True or "require": against the headrace.manifest.json
+            beside the files or the digest that the hub knows, and refuse a file that has neither; "auto": the same, and
+            read a file that has neither unchecked, with a warning; a path, a URL or the JSON of a manifest: against that.
+            None or False: not. See docs/integrity.md.
         credentials: for the store: `headrace.sources.s3.S3Credentials`, a token for the hub or a web server. None: as the
             store's own tools find them.
         options: tuning; see `Options`. Every field may also be given by name.
@@ -50,14 +59,15 @@ def open(url: Location, *, credentials: object = None, options: Options | None =
     Raises:
         SourceNotFoundError, SourcePermissionError, SourceError: the files cannot be read.
         FormatError: a file or the index breaks a rule of the format; the message names file, tensor and rule.
-        OptionError: an unknown option, or one that cannot be used.
+        IntegrityError: what was read is not what `verify` says; the error has url, offset, block and both digests.
+        OptionError: an unknown option, or one that cannot be used; `verify` where there is nothing to check against.
 
     Example:
         >>> with headrace.open("models/minilm") as checkpoint:
         ...     print(len(checkpoint), checkpoint.nbytes)
         103 90405376
     """
-    return open_location(url, _resolved(url, options, overrides), credentials)
+    return open_location(url, _resolved(url, options, overrides), credentials, verify=verify)
 
 
 def open_sharded(
@@ -104,6 +114,7 @@ def plan(
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
     target_dtypes: DTypeRule = None,
+    verify: Verify = None,
     credentials: object = None,
     options: Options | None = None,
     **overrides: Any,
@@ -111,7 +122,7 @@ def plan(
     """Plan a load without doing it: what would be read, in what order, where it would land, and why.
 
     Args:
-        url, names, slices, dtype, credentials, options: as for `stream`.
+        url, names, slices, dtype, verify, credentials, options: as for `stream`.
 
     Returns:
         Plain data; `str(plan)` explains it.
@@ -121,7 +132,7 @@ def plan(
     """
     resolved = _resolved(url, options, overrides)
     _check_device(device)
-    checkpoint = open_location(url, resolved, credentials)
+    checkpoint = open_location(url, resolved, credentials, verify=verify)
     try:
         return Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved).plan()
     finally:
@@ -142,6 +153,7 @@ def stream(
     ownership: Ownership = "leased",
     order: Order = "ready",
     progress: Callable[[Snapshot], None] | None = None,
+    verify: Verify = None,
     credentials: object = None,
     options: Options | None = None,
     **overrides: Any,
@@ -169,6 +181,8 @@ def stream(
             "borrowed": a tensor may be used until the next one has been taken; keeping one longer raises `StreamError`.
         order: "ready" hands tensors out as they come in, "file" in the order of shards and offsets.
         progress: called with a `Snapshot` while the load goes on, on the thread that iterates.
+        verify: as for `open`. A tensor is handed out when all blocks of the file that it lies in were checked. Where only the
+            digest of a whole file is known, that of the file's last tensor waits for it, and all of the file is read.
         credentials: as for `open`.
         options: tuning; see `Options`. Every field may also be given by name.
 
@@ -187,7 +201,7 @@ def stream(
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     _check_device(device)
-    checkpoint = open_location(url, resolved, credentials)
+    checkpoint = open_location(url, resolved, credentials, verify=verify)
     close = checkpoint.close if checkpoint is not url else None
     try:
         request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved)
@@ -303,6 +317,56 @@ def pull(
     )
 
 
+def verify(
+    url: str | os.PathLike[str] | Folder,
+    *,
+    manifest: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    write: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
+    credentials: object = None,
+    options: Options | None = None,
+    **overrides: Any,
+) -> VerifyReport:
+    """Check every file of a checkpoint against its digests, or write a manifest of them. Reads everything.
+
+    Args:
+        url: a folder, or one file, as for `open`. Hidden files are left out.
+        manifest: a path, a URL or the JSON of a manifest. None: the headrace.manifest.json in the folder, or where there is
+            none the digests that the store knows.
+        write: write a manifest instead, of the files as they are. It is put into the folder, which has to be a local one.
+        out: write it to this local path, whatever the folder is.
+        progress: called with a `VerifyProgress`, on the calling thread.
+        credentials: as for `open`.
+        options: tuning; see `Options`. Every field may also be given by name.
+
+    Returns:
+        What was found, file by file. Damage does not raise: look at `report.ok` and `report.failed`.
+
+    Raises:
+        As `open`; OptionError: there is nothing to check against, or a manifest would have to be written into a store.
+        DestinationError: the manifest cannot be written.
+
+    Example:
+        >>> headrace.verify("models/minilm", write=True).written
+        'models/minilm/headrace.manifest.json'
+        >>> headrace.verify("models/minilm").ok
+        True
+    """
+    resolved = _resolved(url, options, overrides)
+    place, only = open_place(url, resolved, credentials)
+    if (write or out is not None) and manifest is not None:
+        raise OptionError("write makes a manifest, so none can be given; leave one of the two out", option="manifest")
+    return verify_folder(
+        place,
+        only,
+        manifest=load_manifest(manifest, resolved, credentials) if manifest is not None else None,
+        out=_manifest_path(place, only, out) if write or out is not None else None,
+        concurrency=resolved.concurrency,
+        progress=progress,
+    )
+
+
 def folder(
     url: str | os.PathLike[str] | Folder, *, credentials: object = None, options: Options | None = None, **overrides: Any
 ) -> Folder:
@@ -394,6 +458,18 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------------
+
+
+def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] | None) -> Path:
+    """Where a manifest is to be written."""
+    if out is not None:
+        path = local_path(out)
+        return path / MANIFEST_NAME if path.is_dir() else path
+    if "://" in place.url or not os.path.isdir(place.url):
+        raise OptionError(f"a manifest is never written into a store; give out=PATH for the one of {place.url}", option="out")
+    if only is not None:
+        raise OptionError("a folder's manifest is of all its files; verify the folder, or give out=PATH", option="out")
+    return Path(place.url, MANIFEST_NAME)
 
 
 def _resolved(url: Location, options: Options | None, overrides: dict[str, Any]) -> Options:

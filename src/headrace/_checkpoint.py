@@ -52,6 +52,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         where: (shard, row) of every name.
         options: what it was opened with, the environment included; loads from it start from them.
         largest: bytes of the two largest tensors in the shards.
+        unverified: shards that should have been verified, and could not be (`verify="auto"`).
 
     Example:
         >>> with headrace.open("models/minilm") as checkpoint:
@@ -69,6 +70,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> None:
         self.url = url
         self.options = options
+        self.unverified: tuple[str, ...] = ()
         self.sources = tuple(sources)
         self.headers = tuple(headers)
         self.rows = tuple(rows)

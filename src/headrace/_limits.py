@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from headrace._machine import available_cpus, available_memory
@@ -20,6 +21,13 @@ _LEAST_AHEAD_CACHED = 16 * MIB  # four spans, which fit the L3 cache: memory tha
 
 def abilities_of(source: ByteSource, *, mapped: bool) -> SourceAbilities:
     """What the planner has to know of a source. Whether it is cached is asked of its first chunk."""
+    ability = _abilities_of(source, mapped=mapped)
+    if not (verified := getattr(source, "checked_by", "")):
+        return ability
+    return replace(ability, verified=verified, block_nbytes=getattr(source, "checked_block_nbytes", 0))
+
+
+def _abilities_of(source: ByteSource, *, mapped: bool) -> SourceAbilities:
     if mapped:
         return SourceAbilities("file", cached=True, mapped=True)
     if is_remote(source):
@@ -54,7 +62,8 @@ def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int
     cached = all(ability.cached or ability.kind == "memory" for ability in abilities)
     least = _LEAST_AHEAD_CACHED if cached else _LEAST_AHEAD
     if any(ability.kind == "network" for ability in abilities):
-        least = _NETWORK_CONCURRENCY * NETWORK_CHUNK_NBYTES  # what is in flight needs its room
+        chunk = max(NETWORK_CHUNK_NBYTES, *(ability.block_nbytes for ability in abilities))
+        least = _NETWORK_CONCURRENCY * chunk  # what is in flight needs its room
     wanted = max(least, sum(largest) + MIB)  # and what lies between them
     return wanted if wanted <= least else min(wanted, max(least, min(_MOST_AHEAD, (available_memory() or 8 * _MOST_AHEAD) // 8)))
 

@@ -1,51 +1,71 @@
 """Where a url leads: from a path, a URL, a list of them, a source or a folder to an open checkpoint.
 
-Here adapters of storage are picked.
+Here adapters of storage are picked, and wrapped where what they read is to be verified: before a header is read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from headrace._checkpoint import INDEX_SUFFIX, Checkpoint, open_files, open_folder
+from headrace._integrity import VerifiedSource
+from headrace._manifest import MANIFEST_NAME, Manifest, manifest_of
 from headrace._options import Options
+from headrace._verification import Verification, read_manifest
 from headrace.errors import OptionError
 from headrace.sources.base import ByteSource, Folder
 from headrace.sources.file import FileFolder, FileSource
 from headrace.sources.mapped import MappedSource
 
+if TYPE_CHECKING:
+    from headrace._remote import Remote
+
 Location: TypeAlias = "str | os.PathLike[str] | Checkpoint | ByteSource | Folder | Sequence[str | os.PathLike[str] | ByteSource]"
+Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, Any] | None"
 
 
-def open_location(url: Location, options: Options, credentials: object = None) -> Checkpoint:
+def open_location(url: Location, options: Options, credentials: object = None, *, verify: Verify = None) -> Checkpoint:
     """Open what a url names; an open checkpoint is returned as it is.
 
     Args:
         url: see `headrace.open`.
         options: resolved tuning.
         credentials: for the store that a URL leads to; None where they are found as the store's own tools find them.
+        verify: see `headrace.open`.
 
     Raises:
-        OptionError: it is no url, or of a kind that there is no source for.
+        OptionError: it is no url, or of a kind that there is no source for; or `verify` cannot be used.
         As `_checkpoint.open_folder`.
     """
     if isinstance(url, Checkpoint):
+        _check_verified(url, verify)
         return url
+    verification = _verification(verify, options, credentials)
+    checkpoint = _open(url, options, credentials, verification)
+    if verification is not None:
+        checkpoint.unverified = tuple(sorted(verification.unverified))
+        for source, header in zip(checkpoint.sources, checkpoint.headers, strict=True):
+            if isinstance(source, VerifiedSource):
+                source.know(header)
+    return checkpoint
+
+
+def _open(url: Location, options: Options, credentials: object, verification: Verification | None) -> Checkpoint:
     if isinstance(url, (str, os.PathLike)):
         if is_remote_url(url):
-            return _open_url(str(url), options, credentials)
-        return _open_path(local_path(url), options)
+            return _open_url(str(url), options, credentials, verification)
+        return _open_path(local_path(url), options, verification)
     if isinstance(url, Sequence):
-        return _open_list(url, options, credentials)
+        return _open_list(url, options, credentials, verification)
     if hasattr(url, "read_into"):
         source = cast(ByteSource, url)
-        return open_files([lambda: source], source.url, options)
+        return open_files([_checked(verification, lambda: source, source.url)], source.url, options)
     if hasattr(url, "names"):
-        return open_folder(url, options)
+        return open_folder(_checked_folder(verification, cast(Folder, url)), options)
     raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")
 
 
@@ -70,25 +90,29 @@ def is_remote_url(url: object) -> bool:
     return isinstance(url, str) and "://" in url and not url.lower().startswith("file:")
 
 
-def _open_url(url: str, options: Options, credentials: object) -> Checkpoint:
+def _open_url(url: str, options: Options, credentials: object, verification: Verification | None) -> Checkpoint:
     from headrace._remote import Remote  # brings the network's modules in
 
     remote = Remote(options, credentials)
     path = urlsplit(url).path
     if path.endswith(INDEX_SUFFIX):
         base, _, index = url.partition("?")[0].rpartition("/")
-        return open_folder(remote.folder(base), options, index=index, remote=True)
+        return open_folder(_checked_folder(verification, remote.folder(base)), options, index=index, remote=True)
     if path.endswith(".safetensors"):
-        return open_files([lambda: remote.open(url)], url, options)
-    return open_folder(remote.folder(url), options, remote=True)
+        return open_files([_checked(verification, lambda: remote.open(url), path, lambda: remote.place(url)[0])], url, options)
+    return open_folder(_checked_folder(verification, remote.folder(url)), options, remote=True)
 
 
-def _open_path(path: Path, options: Options) -> Checkpoint:
+def _open_path(path: Path, options: Options, verification: Verification | None) -> Checkpoint:
     if path.is_dir():
-        return open_folder(_folder(path, options), options)
+        return open_folder(_checked_folder(verification, _folder(path, options)), options)
     if path.name.endswith(INDEX_SUFFIX):
-        return open_folder(_folder(path.parent, options), options, index=path.name)
-    return open_files([lambda: _file(path, options)], str(path), options)
+        return open_folder(_checked_folder(verification, _folder(path.parent, options)), options, index=path.name)
+    return open_files([_file_opener(path, options, verification)], str(path), options)
+
+
+def _file_opener(path: Path, options: Options, verification: Verification | None) -> Callable[[], ByteSource]:
+    return _checked(verification, lambda: _file(path, options), path.name, lambda: _folder(path.parent, options))
 
 
 def _kind(options: Options) -> type[FileSource]:
@@ -103,28 +127,27 @@ def _folder(path: Path, options: Options) -> FileFolder:
     return FileFolder(path, direct_io=options.direct_io or "auto", kind=_kind(options))
 
 
-def _open_list(urls: Sequence[Any], options: Options, credentials: object) -> Checkpoint:
+def _open_list(urls: Sequence[Any], options: Options, credentials: object, verification: Verification | None) -> Checkpoint:
     if not urls:
         raise OptionError("url is an empty list: there is nothing to load", option="url")
     is_remote = any(is_remote_url(url) for url in urls)
-    open_url = _url_opener(options, credentials) if is_remote else None
+    remote = _remote(options, credentials) if is_remote else None
 
     def opener(url: Any) -> Callable[[], ByteSource]:
         if hasattr(url, "read_into"):
-            return lambda: url
-        if open_url is not None and is_remote_url(url):
-            return lambda: open_url(url)
-        path = local_path(url)
-        return lambda: _file(path, options)
+            return _checked(verification, lambda: url, url.url)
+        if remote is not None and is_remote_url(url):
+            return _checked(verification, lambda: remote.open(url), urlsplit(url).path, lambda: remote.place(url)[0])
+        return _file_opener(local_path(url), options, verification)
 
     named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
     return open_files([opener(url) for url in urls], named, options, remote=is_remote)
 
 
-def _url_opener(options: Options, credentials: object) -> Callable[[str], ByteSource]:
+def _remote(options: Options, credentials: object) -> Remote:
     from headrace._remote import Remote
 
-    return Remote(options, credentials).open
+    return Remote(options, credentials)
 
 
 def local_path(url: str | os.PathLike[str]) -> Path:
@@ -140,3 +163,60 @@ def local_path(url: str | os.PathLike[str]) -> Path:
             raise OptionError(f"{text}: a file URL names no host; write file:///path", option="url")
         return Path(unquote(parts.path))
     return Path(text).expanduser()
+
+
+# -- verification ----------------------------------------------------------------------------------------------------------------
+
+
+def _verification(verify: Verify, options: Options, credentials: object) -> Verification | None:
+    """What an argument `verify` asks for; None: nothing is checked."""
+    if verify is None or verify is False:
+        return None
+    if options.mmap == "require":
+        raise OptionError("mmap='require' hands out what lies in the file, which cannot be verified; read it", option="verify")
+    if verify is True or (isinstance(verify, str) and verify in ("auto", "require")):
+        return Verification(required=verify != "auto")
+    return Verification(load_manifest(verify, options, credentials))
+
+
+def load_manifest(manifest: object, options: Options, credentials: object) -> Manifest:
+    """A manifest from a path, a URL, the folder it lies in, or its JSON.
+
+    Raises:
+        FormatError: it is none.
+        OptionError: it is of another kind.
+        SourceError: it cannot be read.
+    """
+    if isinstance(manifest, Mapping):
+        return manifest_of(manifest, url="the manifest given")
+    if not isinstance(manifest, (str, os.PathLike)):
+        kinds = "True, 'auto', 'require', or a manifest: its path, URL or JSON"
+        raise OptionError(f"verify is {kinds}, not {type(manifest).__name__}", option="verify")
+    if is_remote_url(manifest):
+        return read_manifest(_remote(options, credentials).open(str(manifest)))
+    path = local_path(manifest)
+    return read_manifest(FileSource(path / MANIFEST_NAME if path.is_dir() else path, direct_io="off"))
+
+
+def _check_verified(checkpoint: Checkpoint, verify: Verify) -> None:
+    """An open checkpoint is verified or not since it was opened."""
+    if verify is None or verify is False:
+        return
+    if not all(isinstance(source, VerifiedSource) for source in checkpoint.sources) or verify not in (True, "auto", "require"):
+        raise OptionError("verify has to be given to headrace.open: the checkpoint was opened without it", option="verify")
+
+
+def _checked(
+    verification: Verification | None,
+    opener: Callable[[], ByteSource],
+    path: str,
+    folder: Callable[[], Folder | None] = lambda: None,
+) -> Callable[[], ByteSource]:
+    """The opener of a file that is read checked, if it is to be."""
+    if verification is None:
+        return opener
+    return lambda: verification.opened(opener, path.rpartition("/")[2], folder())
+
+
+def _checked_folder(verification: Verification | None, folder: Folder) -> Folder:
+    return folder if verification is None else verification.folder(folder)

@@ -73,6 +73,11 @@ def choose_route(ability: SourceAbilities, count: int) -> tuple[str, str]:
     """(route, reason) of a shard's bytes to host memory."""
     if not count:
         return "none", "no tensor of this shard is wanted"
+    route, reason = _choose_route(ability)
+    return route, f"{reason}; verified: {ability.verified}" if ability.verified else reason
+
+
+def _choose_route(ability: SourceAbilities) -> tuple[str, str]:
     if ability.mapped:
         return "mapped", "mmap was asked for: tensors are views of the file, and change when it does"
     if ability.kind == "memory":
@@ -253,12 +258,12 @@ class _ShardPlanner:
         """Chunks of a contiguous range. Inner boundaries are page boundaries of the file, for direct reads into place; what is
         copied is cut at multiples of the chunk's length instead, where torch's vector code goes on without a remainder."""
         wide, narrow = itemsizes
-        chunk = self.ability.chunk_nbytes * (2 if copy is None and end - start >= LARGE_NBYTES else 1)
+        chunk, unit = read_unit(self.ability, end - start) if copy is None else (self.ability.chunk_nbytes, 0)
         at = start
         while at < end:
             stop = min(end, at + chunk)
-            if stop < end and copy is None:
-                stop -= stop % PAGE
+            if stop < end and unit:
+                stop -= stop % unit
             yield Read(self.shard, at, stop - at, len(self.draft.spans), position + (at - start) // wide * narrow, copy=copy)
             at = stop
 
@@ -372,6 +377,17 @@ class _ShardPlanner:
         draft.spans.append(
             Span(self.shard, count - (last - first), count, first_read, len(draft.reads), nbytes, offset, lead, given, mapped)
         )
+
+
+def read_unit(ability: SourceAbilities, nbytes: int) -> tuple[int, int]:
+    """(length of a read, what its inner boundaries are multiples of) for a range that is read into place.
+
+    Blocks that are verified are read whole, one or more at a time: then only the first and the last read of a range have a
+    block in part, which costs a copy and, if no neighbour reads it too, bytes that nobody wants.
+    """
+    if block := ability.block_nbytes:
+        return max(1, ability.chunk_nbytes // block) * block, block
+    return ability.chunk_nbytes * (2 if nbytes >= LARGE_NBYTES else 1), PAGE
 
 
 def _chosen(column: list[_T], rows: Sequence[int] | None) -> list[_T]:

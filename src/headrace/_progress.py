@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,6 +34,8 @@ class Snapshot:
         routes: per shard (url, route, reason).
         left_alone: (tensor, reason) of tensors that a blanket dtype did not touch.
         degraded: every fallback, in words; each was also warned about once.
+        verified_nbytes: bytes that were found to be those of their digest, since the checkpoint was opened: headers and whole
+            blocks count, and what was checked twice counts twice. `routes` says by which digests.
     """
 
     seconds: float = 0.0
@@ -55,6 +58,7 @@ class Snapshot:
     routes: tuple[tuple[str, str, str], ...] = ()
     left_alone: tuple[tuple[str, str], ...] = ()
     degraded: tuple[str, ...] = ()
+    verified_nbytes: int = 0
 
     @property
     def rate(self) -> float:
@@ -95,6 +99,7 @@ class Progress:
     peak_nbytes: int = 0
     kept_nbytes: int = 0
     degraded: list[str] = field(default_factory=list)
+    count_verified: Callable[[], int] = int
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
 
@@ -109,8 +114,10 @@ class Progress:
         return Snapshot(
             seconds=end - self.started,
             degraded=tuple(self.degraded),
+            verified_nbytes=self.count_verified(),
             **{name: getattr(self, name) for name in _COPIED},
         )
 
 
-_COPIED = tuple(name for name in Progress.__dataclass_fields__ if name not in ("degraded", "started", "ended"))
+_NOT_COPIED = ("degraded", "count_verified", "started", "ended")
+_COPIED = tuple(name for name in Progress.__dataclass_fields__ if name not in _NOT_COPIED)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 from headrace._checkpoint import Checkpoint
 from headrace._dtypes import DTYPES
 from headrace._header import TensorInfo
+from headrace._integrity import VerifiedSource
 from headrace._interpreter import gc_paused, switching_fast
 from headrace._limits import abilities_of, resolve_limits
 from headrace._options import Options
@@ -22,7 +23,7 @@ from headrace._progress import Progress, Snapshot
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
 from headrace._slices import Index, cut_slice, slice_shape
 from headrace.errors import OptionError, SourceError
-from headrace.sources.base import MappableSource
+from headrace.sources.base import ByteSource, MappableSource
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +122,11 @@ class Request:
         destinations = self._destinations(into, target) if into is not None else {}
         given = {name: destination.dtype for name, destination in destinations.items() if destination.memory is not None}
         plan = self.plan(given=given)
-        counters = _new_progress(plan, self.unmapped)
         sources = self.checkpoint.sources
+        degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
+        degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
+        counters = _new_progress(plan, degraded, sources)
+        _withhold_last(plan, sources)
         landing = HostLanding(
             plan, sources, target, counters, ownership=ownership, destinations=destinations, mappings=self.mappings
         )
@@ -177,6 +181,8 @@ def read_at_once(checkpoint: Checkpoint, info: TensorInfo, index: Index | None) 
     source = checkpoint.sources[checkpoint.where[info.name][0]]
     with switching_fast.held():
         source.read_into(offset, memory)
+        if isinstance(source, VerifiedSource):
+            source.confirm()
     source.check_unchanged()
     return cast("torch.Tensor", tensor)
 
@@ -205,11 +211,29 @@ def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
     return lambda name: rename.get(name, name)
 
 
-def _new_progress(plan: Plan, degraded: list[str]) -> Progress:
+def _withhold_last(plan: Plan, sources: Sequence[ByteSource]) -> None:
+    """Where only the digest of a whole file is known, its last tensor is handed out when all of the file is known to be right."""
+    ends: dict[int, int] = {}
+    for read in plan.reads:
+        end = read.offset + (read.pieces - 1) * read.stride + read.nbytes // read.pieces
+        ends[read.shard] = max(end, ends.get(read.shard, 0))
+    wanted = {span.shard for span in plan.spans}
+    for shard, source in enumerate(sources):
+        if not isinstance(source, VerifiedSource) or shard not in wanted:
+            continue
+        if shard in ends:
+            source.ledger.withhold(ends[shard])
+        else:
+            source.confirm()  # tensors without bytes: their shapes are in the header
+
+
+def _new_progress(plan: Plan, degraded: list[str], sources: Sequence[ByteSource]) -> Progress:
     for fallback in degraded:
-        log.warning("%s; it is read instead", fallback)
+        log.warning("%s", fallback)
+    verified = [source for source in sources if isinstance(source, VerifiedSource)]
     return Progress(
-        degraded=list(degraded),
+        degraded=degraded,
+        count_verified=lambda: sum(source.verified_nbytes for source in verified),
         total_nbytes=plan.read_nbytes,
         surplus_nbytes=plan.surplus_nbytes,
         total_tensors=len(plan.tensors),

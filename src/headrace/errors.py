@@ -8,7 +8,7 @@
     │   ├── SourceTimeoutError(TimeoutError)
     │   ├── SourceChangedError               replaced, rewritten or vanished while it was read
     │   ├── TruncatedError                   it ends before the bytes that were promised
-    │   └── IntegrityError                   the bytes are not those of the digest
+    │   └── IntegrityError                   .block .expected .found .tensors   the bytes are not those of the digest
     ├── DestinationError(OSError)            .url .status         a folder that is filled cannot be written to
     │   └── NoSpaceError                     .needed .free
     ├── DeviceError(RuntimeError)            .device
@@ -116,7 +116,18 @@ class TruncatedError(SourceError):
 
 
 class IntegrityError(SourceError):
-    """The bytes that were read do not have the expected digest."""
+    """The bytes that were read do not have the expected digest.
+
+    Attributes:
+        block: the block of the manifest that they are; None where the whole file is meant.
+        expected, found: digests in hexadecimal; None where something else is wrong, such as the size.
+        tensors: names of the tensors that the block holds, as far as they are known.
+    """
+
+    block: int | None = None
+    expected: str | None = None
+    found: str | None = None
+    tensors: tuple[str, ...] = ()
 
 
 class DestinationError(HeadraceError, OSError):

@@ -1,4 +1,4 @@
-"""The command line: `headrace inspect`, `plan`, `load` and `pull`, one file each, on the public API like anybody's program.
+"""The command line: `inspect`, `plan`, `load`, `pull` and `verify`, one file each, on the public API like anybody's program.
 
 Results go to stdout, and what is said about them (progress, warnings, errors) to stderr. rich is imported when something is
 printed and torch when tensors are made, so that `--help` and `--version` are quick.
@@ -18,6 +18,7 @@ from headrace.cli._inspect import inspect
 from headrace.cli._load import load
 from headrace.cli._plan import plan
 from headrace.cli._pull import pull
+from headrace.cli._verify import verify
 
 
 class _Command(TyperCommand):
@@ -54,6 +55,7 @@ app = typer.Typer(
 for _command in (inspect, plan, load):
     app.command(cls=_Command, epilog=PATH_MEANS)(_command)
 app.command(cls=_Command)(pull)
+app.command(cls=_Command)(verify)
 
 
 def _show_version(wanted: bool) -> None:

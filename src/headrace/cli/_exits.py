@@ -23,7 +23,8 @@ from headrace.cli._screen import printable
 
 DATA, USAGE, BUG, INTERRUPTED, PIPE_CLOSED = 1, 2, 70, 130, 141
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 the checkpoint cannot be read, breaks the format, or has no tensor of a name asked for; "
+    "Exit codes: 0 done; 1 the checkpoint cannot be read, breaks the format, is not what its digests say, or has no tensor "
+    "of a name asked for; "
     "2 an option or argument that cannot be used; 130 stopped by Ctrl-C; 141 the reader of a pipe left; 70 a bug in headrace."
 )
 

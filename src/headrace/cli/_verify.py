@@ -1,0 +1,174 @@
+"""`headrace verify`: check every byte of a checkpoint, or write down what its bytes are, and say what was found.
+
+On a terminal a bar moves while it runs; elsewhere there is one line at the start and one at the end, both on stderr. stdout gets
+the files and a summary, or with --json the fields of `headrace.VerifyReport`. Where something is wrong the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+import headrace
+from headrace import IntegrityError
+from headrace.cli._arguments import Concurrency, Json
+from headrace.cli._exits import say
+from headrace.cli._screen import Column, Screen, counted, nbytes_text, rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from headrace import FileCheck, VerifyProgress, VerifyReport
+
+Report: TypeAlias = "Callable[[VerifyProgress], None]"
+
+_REDRAWN_PER_S = 10
+_MANY_FILES = 20  # more than that are listed on a terminal only where something is wrong with them
+
+
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A folder or file: a path or URL.")],
+    manifest: Annotated[
+        str | None,
+        typer.Option(
+            "--manifest",
+            metavar="PATH",
+            help="Check against it, a path or URL.  [default: headrace.manifest.json beside the files, or what the store says]",
+        ),
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write headrace.manifest.json into URL, a local folder.")] = False,
+    out: Annotated[str | None, typer.Option("--out", metavar="PATH", help="Write the manifest to this local path.")] = None,
+    concurrency: Concurrency = None,
+    as_json: Json = False,
+) -> None:
+    """Check every byte of a checkpoint against a manifest, or against the digests that the hub knows.
+
+    With --write or --out it writes a manifest of the files as they are, for later checks and for verify= while loading.
+    """
+    with _reporting(quiet=as_json) as report:
+        done: VerifyReport = headrace.verify(
+            url, manifest=manifest, write=write, out=out, progress=report, concurrency=concurrency
+        )
+    if as_json:
+        sys.stdout.write(json.dumps(done.as_dict()) + "\n")
+    else:
+        _print_report(done, Screen())
+    if not done.ok:
+        raise IntegrityError(_verdict(done), url=done.url)
+
+
+# -- while it runs ---------------------------------------------------------------------------------------------------------------
+
+
+def _reporting(*, quiet: bool) -> AbstractContextManager[Report]:
+    """What is told on stderr while it runs: nothing, a bar on a terminal, two lines elsewhere."""
+    if quiet:
+        return nullcontext(lambda _: None)
+    return _bar() if sys.stderr.isatty() else _lines()
+
+
+@contextmanager
+def _lines() -> Iterator[Report]:
+    """A line when it starts and one when it is done."""
+    last: VerifyProgress | None = None
+
+    def report(snapshot: VerifyProgress) -> None:
+        nonlocal last
+        if not snapshot.total_files:  # the files are still being opened
+            return
+        if last is None:
+            say("", f"verifying {counted(snapshot.total_files, 'file')}, {nbytes_text(snapshot.total_nbytes)} to read")
+        last = snapshot
+
+    yield report
+    if last is not None:
+        say("", f"read {nbytes_text(last.nbytes)} in {seconds_text(last.seconds)}")
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    """A bar in bytes. It stays when it is done, or where an error left it; before the files are open there is none."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.fields[doing]}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    bar = Progress(*columns, console=console, expand=True, refresh_per_second=_REDRAWN_PER_S)
+    due = 0.0
+
+    def report(snapshot: VerifyProgress) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if not snapshot.total_files or (now < due and snapshot.nbytes < snapshot.total_nbytes):
+            return
+        due = now + 1 / _REDRAWN_PER_S
+        shown = _shown(snapshot)
+        if bar.task_ids:
+            bar.update(bar.task_ids[0], **shown)
+        else:
+            opening.stop()
+            bar.add_task("", total=snapshot.total_nbytes, **shown)
+            bar.start()
+
+    with console.status("opening") as opening:
+        try:
+            yield report
+        finally:
+            bar.stop()
+
+
+def _shown(snapshot: VerifyProgress) -> dict[str, Any]:
+    doing = f"verifying, {snapshot.failed_files:,} failed" if snapshot.failed_files else "verifying"
+    return {"doing": doing, "completed": snapshot.nbytes, "rate": rate_text(snapshot.rate) if snapshot.nbytes else ""}
+
+
+# -- afterwards ------------------------------------------------------------------------------------------------------------------
+
+
+def _print_report(done: VerifyReport, screen: Screen) -> None:
+    brief = screen.is_terminal and len(done.files) > _MANY_FILES
+    listed = [file for file in done.files if file.failed or not brief]
+    if listed:
+        columns = (Column("file", folds=True), Column("size", True), Column("result"), Column("checked by", folds=True))
+        screen.table(columns, ((file.name, nbytes_text(file.nbytes), _result(file, done), file.checked_by) for file in listed))
+        screen.line()
+    screen.pairs(_summary(done))
+    for file in done.failed:
+        if file.detail:
+            screen.line(f"{file.name}: {file.detail}", style="red")
+
+
+def _result(file: FileCheck, done: VerifyReport) -> str:
+    if file.status == "damaged" and file.blocks:
+        return f"DAMAGED, {counted(len(file.blocks), 'block')}"
+    if file.status == "ok" and done.written is not None:
+        return "written"
+    return file.status.upper() if file.failed else file.status
+
+
+def _summary(done: VerifyReport) -> Iterator[tuple[str, str]]:
+    unchecked = sum(file.status in ("unchecked", "unlisted") for file in done.files)
+    yield "files", f"{len(done.files):,} in {done.url}" + (f"; {unchecked:,} unchecked" if unchecked else "")
+    if done.manifest is not None:
+        yield "manifest", done.manifest
+    yield "read", f"{nbytes_text(done.verified_nbytes)} in {seconds_text(done.seconds)}, {rate_text(done.rate)}"
+    if done.written is not None:
+        yield "written", done.written
+    elif done.ok:
+        yield "result", "every byte that was checked is as it should be"
+
+
+def _verdict(done: VerifyReport) -> str:
+    names = [file.name for file in done.failed]
+    named = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+    return f"{counted(len(names), 'file')} of {len(done.files):,} failed: {named}"
