@@ -726,6 +726,24 @@ def test_processes_that_want_one_folder_fetch_it_once(store: S3Server, tmp_path:
     assert sum(request.key == "minilm/tokenizer.model" for request in store.requests) == 1
 
 
+def test_a_bucket_of_google_is_listed_streamed_and_pulled_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("google.auth")
+    from gcs_server import GcsServer
+
+    with GcsServer({"models": bucket_content()}) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url_of(""))
+        monkeypatch.setenv("RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS", "true")
+        files = runai.list_safetensors("gs://models/minilm")
+        assert files == [f"gs://models/minilm/{name}" for name in sorted(MODEL)]
+        assert not wrong(streamed(*files), A | B)
+        with ObjectStorageModel("gs://models/minilm", str(tmp_path / "m")) as model:
+            model.pull_files(["*.json"])
+        assert runai.list_safetensors("gs://models/nowhere") == []
+        sizes = dict(FileStreamer().list_files("gs://models/minilm", is_recursive=False))
+    assert files_in(tmp_path / "m").keys() == {"config.json", "sub/deep.json"}
+    assert sizes["gs://models/minilm/old.bin"] == 100
+
+
 # ---- ranges
 
 
