@@ -26,7 +26,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from http_servers import Fault, Seen, Server, free_port
+from http_servers import Certificates, Fault, Seen, Server, free_port
 
 Reply = tuple[int, Mapping[str, str], bytes]
 
@@ -276,12 +276,28 @@ def why_no_emulator() -> str:
     return "" if _AZURITE.exists() else "Azure emulator: not installed (scripts/test does it, with npm)"
 
 
+def web_token(**claims: object) -> str:
+    """A token as Entra ID writes them, for Azure Storage and not signed."""
+    now = int(time.time())
+    usual = {
+        "aud": "https://storage.azure.com",
+        "iss": "https://sts.windows.net/t/",
+        "iat": now,
+        "nbf": now - 60,
+        "exp": now + 3600,
+    }
+    parts = ({"alg": "RS256", "typ": "JWT"}, usual | claims, "unsigned")
+    return ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
+
+
 @contextlib.contextmanager
-def emulator(folder: Path, *, key: str = KEY) -> Iterator[str]:
-    """Run azurite-blob with one account; gives the endpoint."""
+def emulator(folder: Path, *, key: str = KEY, tls: Certificates | None = None) -> Iterator[str]:
+    """Run azurite-blob with one account; gives the endpoint. With TLS it takes bearer tokens, and reads what they claim."""
     port = free_port()
     places = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder)]
     command = [str(_AZURITE), *places, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    if tls is not None:
+        command += ["--cert", str(tls.leaf), "--key", str(tls.key), "--oauth", "basic"]
     path = f"PATH={os.defpath}:{Path(shutil.which('node') or '').parent}"
     clean = ["env", "-i", path, f"HOME={folder}", f"AZURITE_ACCOUNTS={ACCOUNT}:{key}"]
     with subprocess.Popen([*clean, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -294,6 +310,6 @@ def emulator(folder: Path, *, key: str = KEY) -> Iterator[str]:
                     break
             else:
                 raise RuntimeError(f"the emulator ended: {''.join(said)}")
-            yield f"http://127.0.0.1:{port}/{ACCOUNT}"
+            yield f"{'https' if tls else 'http'}://127.0.0.1:{port}/{ACCOUNT}"
         finally:
             process.terminate()

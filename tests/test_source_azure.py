@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote
 
 import pytest
-from azure_server import ACCOUNT, KEY, AzureServer, TokenServer, emulator, error, why_no_emulator
+from azure_server import ACCOUNT, KEY, AzureServer, TokenServer, emulator, error, web_token, why_no_emulator
 from checkpoints import Entry as TensorEntry
 from checkpoints import bytes_of, serialize
 from http_servers import Certificates, fault, free_port
@@ -618,7 +618,8 @@ def test_a_credential_that_has_no_token_is_an_error_that_says_why() -> None:
         error = error_of(
             CredentialsError, AzureStore(tokens, access=QUICK, settings=AzureSettings(endpoint=server.endpoint)).open, URL
         )
-        assert "no tenant was given" in str(error)
+        assert "no tenant; was given" in str(error)
+        assert "az login" in error.hint
         assert (error.url, error.container) == (URL, "models")
         assert not server.seen
 
@@ -769,6 +770,12 @@ def test_an_account_that_a_url_names_is_found_at_the_endpoint() -> None:
         url = f"https://{ACCOUNT}.blob.core.windows.net/models/m/a.bin"
         with contextlib.closing(store(server).open(url)) as source:
             assert source.url == url
+
+
+def test_what_are_no_credentials_is_refused() -> None:
+    for wrong in ("token", lambda: "token", 7):
+        with pytest.raises(OptionError, match="AzureCredentials"):
+            AzureStore(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -1168,3 +1175,28 @@ def test_checkpoints_are_loaded_and_pulled_from_the_emulator(
         assert len(checkpoint) == 2
     headrace.pull(f"az://{container}/llama", tmp_path / "copy")
     assert {f"llama/{path.name}": path.read_bytes() for path in (tmp_path / "copy").glob("*.safetensors")} == shards
+
+
+@pytest.mark.slow
+@needs_emulator
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates")
+def test_the_emulator_takes_bearer_tokens_and_refuses_them_when_they_have_ended(tmp_path: Path) -> None:
+    made = Certificates.make(tmp_path)
+    clock, tokens = Clock(), Tokens(web_token())
+    with emulator(tmp_path, tls=made) as endpoint:
+        client = blob_library.BlobServiceClient(
+            endpoint, credential={"account_name": ACCOUNT, "account_key": KEY}, connection_verify=str(made.ca)
+        )
+        with client:
+            client.create_container("models").upload_blob("m/a.bin", DATA)
+        credentials = AzureCredentials(token_credential=tokens, endpoint=endpoint)
+        access = replace(clock.access, tls=str(made.ca))
+        shared = AzureStore(credentials, access=access)
+        assert shared.folder("az://models/m").names() == ["a.bin"]
+        with contextlib.closing(shared.open(URL, prefix_nbytes=KIB)) as source:
+            assert read(source, 0, len(DATA)) == DATA
+        tokens.current = Given(web_token(exp=1_600_000_000), 1_600_000_000)
+        error = error_of(ExpiredCredentialsError, AzureStore(credentials, access=access).open, URL)
+        assert (error.code, error.attempts) == ("AuthenticationFailed", 2)
+        elsewhere = Tokens(web_token(aud="https://management.azure.com"))
+        error_of(CredentialsError, AzureStore(replace(credentials, token_credential=elsewhere), access=access).open, URL)

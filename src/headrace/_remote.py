@@ -92,12 +92,8 @@ def _open_gcs(options: Options, given: object) -> Store:
 
 
 def _open_azure(options: Options, given: object) -> Store:
-    from headrace.sources.azure import AzureCredentials, AzureStore
+    from headrace.sources.azure import AzureStore
 
-    usable = given is None or isinstance(given, AzureCredentials) or callable(given) or hasattr(given, "get_token")
-    if not usable:
-        message = f"credentials for az:// are AzureCredentials or an object with get_token, not {type(given).__name__}"
-        raise OptionError(message, option="credentials")
     return AzureStore(cast(Any, given), access=_access(options))
 
 

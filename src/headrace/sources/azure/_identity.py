@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import parse_qs
 
 from headrace._options import AzureSettings
@@ -30,6 +30,10 @@ _SCOPE: Final = "https://storage.azure.com/.default"  # of all accounts, in all 
 _SAS_LIFETIME_S: Final = 3600.0
 _EARLY_S: Final = 300.0  # before the end a token is renewed
 _AGAIN_S: Final = 30.0  # after a renewal failed and the old one still counts
+_LOG_IN: Final = (
+    "Log in (az login), use a managed or workload identity, or set AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or "
+    "AZURE_STORAGE_CONNECTION_STRING; for a public container ask anonymously (AZURE_SKIP_SIGNATURE=1)"
+)
 _MISSING: Final = "az:// needs {}, which is not installed: pip install 'headrace[azure]'"
 
 
@@ -177,6 +181,17 @@ def _check_key(key: str) -> str:
     return key
 
 
+def _credentials(given: object) -> AzureCredentials:
+    if given is None:
+        return AzureCredentials()
+    if isinstance(given, AzureCredentials):
+        return given
+    if hasattr(given, "get_token"):
+        return AzureCredentials(token_credential=cast(TokenCredential, given))
+    message = f"credentials for az:// are AzureCredentials or an object with get_token, not {type(given).__name__}"
+    raise OptionError(message, option="credentials")
+
+
 class _Held(NamedTuple):
     """A token, or a SAS token that was made here: when it should be renewed, and when it ends."""
 
@@ -199,14 +214,9 @@ class Identity:
 
     def __init__(self, given: Given, settings: AzureSettings, now: Callable[[], float]) -> None:
         self._settings, self._now = settings, now
-        self._give: GiveCredentials | None = None
-        if given is None:
-            given = AzureCredentials()
-        elif hasattr(given, "get_token"):
-            given = AzureCredentials(token_credential=given)
-        elif callable(given):
-            self._give, given = given, given()
-        self._asker = resolve(given, settings)
+        is_function = callable(given) and not hasattr(given, "get_token")
+        self._give: GiveCredentials | None = cast(GiveCredentials, given) if is_function else None
+        self._asker = resolve(_credentials(self._give() if self._give is not None else given), settings)
         self._renew_at = self._end_of(self._asker)
         self.place = self._asker.place
         self._lock = threading.Lock()
@@ -262,7 +272,7 @@ class Identity:
         self._spent, self._token = False, None
         self._generation += 1
         if self._give is not None:
-            self._asker = replace(resolve(self._give(), self._settings), place=self.place)
+            self._asker = replace(resolve(_credentials(self._give()), self._settings), place=self.place)
             self._renew_at = self._end_of(self._asker)
             self._made.clear()
 
@@ -307,7 +317,9 @@ class Identity:
         except OptionError:
             raise
         except _failures() as exc:
-            raise CredentialsError(f"no token for Azure Storage could be had: {_words_of(exc)}") from None
+            error = CredentialsError(f"no token for Azure Storage could be had: {_words_of(exc)}. {_LOG_IN}")
+            error.hint = _LOG_IN
+            raise error from None
         return _Held(found.token, _renewal(float(found.expires_on), now), float(found.expires_on))
 
     def _get_token(self) -> AccessToken:
@@ -367,4 +379,6 @@ def _failures() -> tuple[type[BaseException], ...]:
 
 
 def _words_of(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {' '.join(str(exc).split())[:700]}"
+    """What went wrong: of each line the first sentence, since a chain of credentials tells of every one that it has tried."""
+    sentences = (" ".join(line.split()).partition(". ")[0] for line in str(exc).splitlines())
+    return f"{type(exc).__name__}: {'; '.join(text for text in sentences if text and 'aka.ms' not in text)[:900]}"
