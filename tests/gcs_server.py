@@ -78,7 +78,6 @@ class GcsServer(Server):
         self.refuses_tokens = False
         self.bodies: dict[int, str] = {}
         self._valid: set[str] = set()
-        self._federated: set[str] = set()
         self._private, self._payer, self._listable = private, payer, listable
         self._checks_conditions, self._lifetime_s, self._public_key = checks_conditions, lifetime_s, public_key
         super().__init__({}, faults, tls=tls, check=self._check_all)
@@ -127,6 +126,8 @@ class GcsServer(Server):
         path = unquote(seen.target.partition("?")[0])
         if seen.method == "POST" or path.startswith("/computeMetadata/") or path == "/":
             return self._give_token(path, seen)
+        if path == "/subject":
+            return 200, {}, SUBJECT_TOKEN.encode()
         listing = path.startswith("/storage/v1/b/")
         refused = self._refuse(seen, listing)
         if refused is not None:
@@ -146,7 +147,7 @@ class GcsServer(Server):
     def _refuse(self, seen: Seen, listing: bool) -> tuple[int, str, str] | None:
         token = seen.headers.get("authorization", "").removeprefix("Bearer ")
         if self._private and not token:
-            return 403, "AccessDenied", "Anonymous caller does not have storage.objects.get access."
+            return 401 if listing else 403, "AccessDenied", "Anonymous caller does not have access."  # as the service does
         if token and token not in self._valid:
             return 401, "AuthenticationRequired", f"Authentication required, not {token}."
         payer = seen.headers.get("x-goog-user-project")
@@ -207,9 +208,7 @@ class GcsServer(Server):
         if path == "/sts":
             if parse_qs(body)["subject_token"] != [SUBJECT_TOKEN]:
                 return _json(400, {"error": "invalid_grant", "error_description": f"unknown {body}"})
-            token = self.issue()
-            self._federated.add(token)
-            return _json(200, {"access_token": token, "expires_in": self._lifetime_s, "token_type": "Bearer"})
+            return _json(200, {"access_token": self.issue(), "expires_in": self._lifetime_s, "token_type": "Bearer"})
         account = path.rpartition("/")[2].partition(":")[0]
         if seen.headers.get("authorization", "").removeprefix("Bearer ") not in self._valid or account != ACCOUNT:
             return _json(403, {"error": {"code": 403, "message": "iam.serviceAccounts.getAccessToken denied"}})
@@ -281,8 +280,8 @@ def write_user(path: Path) -> str:
     return str(path)
 
 
-def write_federated(path: Path, server: GcsServer, *, impersonating: bool = False) -> str:
-    """Workload identity federation: a token in a file is exchanged at the server's STS."""
+def write_federated(path: Path, server: GcsServer, *, impersonating: bool = False, by_url: bool = False) -> str:
+    """Workload identity federation: a token in a file, or from a url, is exchanged at the server's STS."""
     token_file = path.with_suffix(".subject")
     token_file.write_text(SUBJECT_TOKEN)
     info: dict[str, Any] = {
@@ -290,7 +289,7 @@ def write_federated(path: Path, server: GcsServer, *, impersonating: bool = Fals
         "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/pool/providers/provider",
         "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
         "token_url": server.url_of("/sts"),
-        "credential_source": {"file": str(token_file)},
+        "credential_source": {"url": server.url_of("/subject")} if by_url else {"file": str(token_file)},
     }
     if impersonating:
         info["service_account_impersonation_url"] = server.url_of(f"/iam/{ACCOUNT}:generateAccessToken")

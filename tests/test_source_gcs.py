@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from checkpoints import Entry as TensorEntry
@@ -374,6 +375,12 @@ def test_objects_and_listings_have_addresses() -> None:
     assert place.xml_list_url("b", {"prefix": "a b/"}) == "https://storage.googleapis.com/b?prefix=a%20b%2F"
 
 
+@given(st.text(st.characters(blacklist_categories=["Cs"]), min_size=1))
+def test_a_key_survives_its_address(key: str) -> None:
+    parts = urlsplit(Place("http://store").object_url("models", key, {"userProject": "p"}))
+    assert (unquote(parts.path), parts.query) == (f"/models/{key}", "userProject=p")
+
+
 def test_the_service_is_where_the_environment_says() -> None:
     def endpoint(settings: GcsSettings, given: GcsCredentials | None = None) -> str:
         return GcsStore(given, access=QUICK, settings=settings)._place.endpoint
@@ -440,6 +447,7 @@ KINDS: dict[str, Make] = {
     "user": lambda _, path, __: {"credential_file": write_user(path)},
     "federated": lambda server, path, _: {"credential_file": write_federated(path, server)},
     "federated, impersonating": lambda server, path, _: {"credential_file": write_federated(path, server, impersonating=True)},
+    "federated by a url": lambda server, path, _: {"credential_file": write_federated(path, server, by_url=True)},
     "object": _object,
 }
 
@@ -459,7 +467,8 @@ def test_credentials_of_each_kind_list_read_and_renew_in_mid_load(
             assert read(source, 0, len(DATA)) == DATA
         assert had == (2 if "impersonating" in kind else 1)
         assert len(server.issued) == 2 * had
-        assert len([seen for seen in server.seen if seen.method == "GET"]) == 5  # one of them was refused
+        assert len(server.asked("/storage/")) == 1
+        assert len(server.asked("/models/")) == 4  # one of them was refused
 
 
 def test_a_federated_token_is_had_for_a_subject_token(tmp_path: Path) -> None:
@@ -584,9 +593,8 @@ def test_anonymous_requests_say_nothing_about_who_asks() -> None:
         nobody(server).folder("gs://models/m").names()
         assert all("authorization" not in seen.headers for seen in server.seen)
     with serving(private=True) as server:
-        for call in (lambda: nobody(server).open("gs://models/m/a.bin"), nobody(server).folder("gs://models/m").names):
-            error = error_of(AccessDeniedError, call)
-            assert "anonymous" in error.hint
+        assert "anonymous" in error_of(AccessDeniedError, nobody(server).open, "gs://models/m/a.bin").hint
+        assert "anonymous" in error_of(CredentialsError, nobody(server).folder("gs://models/m").names).hint
 
 
 # ---- HMAC keys, against a server that checks signatures of S3

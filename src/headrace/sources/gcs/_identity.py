@@ -210,7 +210,7 @@ class Identity:
         try:
             return google("auth").default(request=self._transport)[0]
         except google("auth.exceptions").DefaultCredentialsError as exc:
-            raise CredentialsError(f"{_NONE} (google-auth says: {_shown(exc)})") from None
+            raise CredentialsError(f"{_NONE} (google-auth says: {_shown(exc).partition('. ')[0]})") from None
 
     def _load(self, file: str) -> Any:
         """Credentials of a file of any kind. Without scopes, so that nothing is asked of the network yet."""
