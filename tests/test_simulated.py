@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import glob
+import importlib
+import json
 import mmap
 import os
 import shutil
@@ -189,6 +191,21 @@ def in_thread(call: Callable[[], Any]) -> Any:
 
 def first_byte(runtime: SimulatedRuntime, pointer: int) -> int:
     return runtime.device_bytes(pointer, 1)[0]
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def has_gpu() -> bool:
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+def acceptance() -> Any:
+    """scripts/_gpu_acceptance.py as a module."""
+    folder = str(ROOT / "scripts")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("_gpu_acceptance")
 
 
 class TestRegistration:
@@ -1227,7 +1244,7 @@ class TestWithoutDriver:
 
     def test_as_the_real_library_does(self) -> None:
         found = real_libcudart()
-        if found is None or os.path.exists("/dev/nvidiactl"):
+        if found is None or has_gpu():
             pytest.skip("no libcudart here, or a driver")
         self.check(Cuda(found))
 
@@ -1320,8 +1337,7 @@ class TestBuilding:
     @pytest.mark.slow
     def test_wheels_contain_the_sources(self, tmp_path: Path) -> None:
         builders = pytest.importorskip("hatchling.builders.wheel")
-        root = Path(__file__).parent.parent
-        (made,) = builders.WheelBuilder(str(root)).build(directory=str(tmp_path), versions=["standard"])
+        (made,) = builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
         folder = Path(simulated.__file__).parent
         names = set(
             subprocess.run(
@@ -1337,6 +1353,57 @@ class TestBuilding:
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         return folder
+
+
+class TestAcceptance:
+    """scripts/gpu: the same questions to a real driver and to the simulator."""
+
+    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.defpath, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [ROOT / "scripts" / "gpu", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+    @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+    def test_without_a_gpu_nothing_is_tested_and_nothing_fails(self, tmp_path: Path) -> None:
+        for arguments in ([], ["--json", tmp_path / "answers.json"]):
+            done = self.run(*arguments)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert "nothing was tested" in done.stdout
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.slow
+    def test_the_simulator_answers_every_question(self, tmp_path: Path) -> None:
+        done = self.run("--simulated", "--json", tmp_path / "answers.json", "--folder", tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "no GPU was used" in done.stdout
+        answers = json.loads((tmp_path / "answers.json").read_text())["simulated"]
+        assert {name: "the probe" in found for name, found in answers.items()} == dict.fromkeys(acceptance().probes.RULES, False)
+        assert answers["register"]["neighbour on the same page"] == ALREADY
+        assert answers["late"]["pinned: overwriting the source changes what arrives"] is True
+
+    def test_answers_are_compared_one_by_one(self) -> None:
+        rows = acceptance().compare({"same": 0, "other": 1, "asked of one": 2}, {"same": 0, "other": 712, "new": True})
+        assert rows == [
+            ("same", "0", "0", True),
+            ("other", "1", "712", False),
+            ("asked of one", "2", "not answered", False),
+            ("new", "not answered", "True", False),
+        ]
+
+    def test_a_difference_is_the_exit_status(self, capsys: pytest.CaptureFixture[str]) -> None:
+        show = acceptance().show_compared
+        assert show({"register": {"again": 712}}, {"register": {"again": 712}}, {}) == 0
+        assert show({"register": {"again": 0}}, {"register": {"again": 712}}, {"machine": {"devices": 1}}) == 1
+        assert "DIFFERS" in capsys.readouterr().out
+
+    def test_a_probe_that_hangs_or_dies_is_given_up(self, tmp_path: Path) -> None:
+        ask = acceptance().ask
+        assert "did not end" in str(ask("register", "simulated", tmp_path, 0.001)["the probe"])
+        assert "KeyError" in str(ask("no such probe", "simulated", tmp_path, 60)["the probe"])
+
+    def test_the_simulator_takes_the_real_devices_attributes(self) -> None:
+        machine = {"devices": 2, "attribute 113: read-only registration": 1, "attribute 99: host register": 1}
+        assert acceptance().simulated_like(machine) == "simulated 113=1 99=1"
 
 
 VISIBLE = '__attribute__((visibility("default"))) '
