@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import logging
+import os
 import pickle
 import shutil
 import socket
@@ -26,9 +28,11 @@ from checkpoints import bytes_of, serialize
 from http_servers import Certificates, fault, free_port
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import headrace
 from headrace._options import AzureSettings
+from headrace.cli import app
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError, SourcePermissionError
 from headrace.sources.azure import (
     AccessDeniedError,
@@ -327,6 +331,15 @@ def test_a_url_names_container_and_blob(url: str, container: str, key: str, host
     assert (location.container, location.key, location.host) == (container, key, host)
     if not key.endswith("/") and key:
         assert parse_url(location.url) == location
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+def test_names_survive_being_put_into_a_url(key: str) -> None:
+    for url in (f"az://models/{key}", f"https://acct.blob.core.windows.net/models/{quote(key)}"):
+        if "?sig=" not in url and "&sig=" not in url:
+            location = parse_url(url)
+            assert location.key == key
+            assert parse_url(location.url).at("x").url == location.at("x").url
 
 
 @pytest.mark.parametrize(
@@ -689,6 +702,19 @@ def test_a_workload_identity_is_exchanged_for_a_token(tmp_path: Path, monkeypatc
         assert "storage.azure.com" in body
 
 
+def test_a_login_of_the_azure_command_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"accessToken": TOKEN, "expires_on": 4_000_000_000, "expiresOn": "2096-10-02 07:06:40.000000", "tenant": "t"}
+    command = tmp_path / "bin" / "az"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nprint({json.dumps(answer)!r})\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "AzureCliCredential")
+    with serving(tokens=[TOKEN]) as server:
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", server.endpoint)
+        assert AzureStore(access=QUICK).folder("az://models/m").names() == ["a.bin"]
+
+
 # ---- the environment
 
 
@@ -1026,6 +1052,8 @@ def test_the_variables_of_other_loaders_are_enough(monkeypatch: pytest.MonkeyPat
         assert (tmp_path / "copy/model.safetensors").read_bytes() == files["llama/model.safetensors"]
         with pytest.raises(OptionError, match="AzureCredentials"):
             headrace.load("az://models/llama", credentials="token")
+        shown = CliRunner().invoke(app, ["inspect", "az://models/llama"])
+        assert (shown.exit_code, "[3, 100]" in shown.output) == (0, True)
 
 
 # ---- against Microsoft's emulator
@@ -1173,7 +1201,8 @@ def test_checkpoints_are_loaded_and_pulled_from_the_emulator(
         assert {name: bytes_of(tensor) for name, tensor in stream} == expected
     with headrace.open(f"az://{container}/llama/model-00001-of-00004.safetensors") as checkpoint:
         assert len(checkpoint) == 2
-    headrace.pull(f"az://{container}/llama", tmp_path / "copy")
+    assert headrace.pull(f"az://{container}/llama", tmp_path / "copy").skipped_files == 0
+    assert headrace.pull(f"az://{container}/llama", tmp_path / "copy").skipped_files == 5
     assert {f"llama/{path.name}": path.read_bytes() for path in (tmp_path / "copy").glob("*.safetensors")} == shards
 
 
