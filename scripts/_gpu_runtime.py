@@ -197,7 +197,7 @@ def unmap_memory(address: int, nbytes: int) -> None:
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
     """madvise; False where the kernel does not know it."""
-    return _libc.madvise(address, nbytes, advice) == 0
+    return bool(_libc.madvise(address, nbytes, advice) == 0)
 
 
 @contextmanager
