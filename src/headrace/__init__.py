@@ -10,6 +10,8 @@ headrace.verify(url)   -> whether every byte is what a manifest or the hub says;
 headrace.folder(url)   -> what lies in a folder or under a prefix, to list and to open
 headrace.tensor_parallel(checkpoint, rank, world) -> the slices that one rank computes with
 headrace.open_sharded, headrace.save_sharded: checkpoints that are divided among ranks already
+headrace.load_into(module, url) -> which of its parameters and buffers were filled
+headrace.state_dict(url) -> a mapping from names to tensors that are read when they are looked up
 headrace.safe_open, headrace.load_file: as in safetensors
 """
 
@@ -45,6 +47,7 @@ from headrace.errors import (
     TensorNotFoundError,
     TruncatedError,
 )
+from headrace.integrations.modules import LoadReport, ModuleMismatchError, StateDict, load_into, state_dict
 from headrace.integrations.safetensors import load_file, safe_open
 
 __version__ = "0.1.0.dev0"
@@ -60,6 +63,8 @@ __all__ = [
     "HeadraceError",
     "IntegrityError",
     "LoadError",
+    "LoadReport",
+    "ModuleMismatchError",
     "NoSpaceError",
     "OptionError",
     "Options",
@@ -76,6 +81,7 @@ __all__ = [
     "SourcePermissionError",
     "SourceTimeoutError",
     "Split",
+    "StateDict",
     "StreamError",
     "TensorInfo",
     "TensorNotFoundError",
@@ -86,6 +92,7 @@ __all__ = [
     "folder",
     "load",
     "load_file",
+    "load_into",
     "open",
     "open_sharded",
     "plan",
@@ -93,6 +100,7 @@ __all__ = [
     "read",
     "safe_open",
     "save_sharded",
+    "state_dict",
     "stream",
     "tensor_parallel",
     "verify",
