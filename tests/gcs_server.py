@@ -57,6 +57,7 @@ class GcsServer(Server):
     Attributes:
         issued: tokens, in the order in which they were issued.
         refuses_tokens: whether token services refuse everybody.
+        hangups: how many of the next requests to them are not answered.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class GcsServer(Server):
         self.objects: dict[str, dict[str, Stored]] = {bucket: {} for bucket in content}
         self.issued: list[str] = []
         self.refuses_tokens = False
+        self.hangups = 0
         self.bodies: dict[int, str] = {}
         self._valid: set[str] = set()
         self._private, self._payer, self._listable = private, payer, listable
@@ -119,6 +121,9 @@ class GcsServer(Server):
         return seen
 
     def answer(self, sock: Any, seen: Seen) -> bool:
+        if seen.method == "POST" and self.hangups:
+            self.hangups -= 1
+            return False
         path, mark, query = seen.target.partition("?")
         return super().answer(sock, dataclasses.replace(seen, target=_path(unquote(path)) + mark + query))
 

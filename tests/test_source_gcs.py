@@ -776,6 +776,17 @@ def test_a_token_service_that_cannot_be_reached_is_an_error() -> None:
         Transport(QUICK)("https://127.0.0.1/token", cert=("cert", "key"))
 
 
+def test_a_token_service_that_hangs_up_is_asked_again(tmp_path: Path) -> None:
+    with serving(private=True) as server:
+        where = store(server, credential_file=write_federated(tmp_path / "who.json", server))
+        server.hangups = 2
+        where.open("gs://models/m/a.bin").close()
+        assert len(server.asked("/sts")) == 3
+        server.expire()
+        server.hangups = 3
+        assert "cannot reach" in str(error_of(CredentialsError, where.open, "gs://models/m/a.bin"))
+
+
 def test_a_token_service_that_refuses_is_an_error_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(private=True) as server:
         server.refuses_tokens = True

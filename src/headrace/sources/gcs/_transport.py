@@ -1,19 +1,23 @@
 """How google-auth reaches those who give tokens: its interface of a transport, over `http.client`, with our proxies and CAs.
 
-google-auth decides what to send and when to try again; here a request is sent and its answer handed back.
+google-auth decides what to send, and to try again when an answer says so; here a request is sent and its answer handed back. A
+request for a token that got no answer is tried again here, which google-auth does with those to metadata servers only.
 """
 
 from __future__ import annotations
 
 import http.client
 import importlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from headrace.errors import OptionError
 from headrace.sources.http import Access, public_url
+
+_TRIES: Final = 3  # of a POST; asking for a token twice does no harm
 
 
 def google(module: str) -> Any:
@@ -59,21 +63,30 @@ class Transport:
         """Send one request.
 
         Raises:
-            google.auth.exceptions.TransportError: there is no answer. google-auth knows whether to try again.
+            google.auth.exceptions.TransportError: there is no answer.
         """
-        given = dict(headers or {})
-        try:
-            if more.get("cert") is not None:
-                raise ValueError("client certificates are not supported")
-            connection, target = self._connect(url, given, timeout or self._access.policy.stall_timeout_s)
+        if more.get("cert") is not None:
+            raise google("auth.exceptions").TransportError("client certificates are not supported")
+        timing, tries = self._access.timing, _TRIES if method == "POST" else 1
+        for failed in range(1, tries + 1):
             try:
-                connection.request(method, target, body, given)
-                answer = connection.getresponse()
-                return Response(answer.status, answer.headers, answer.read())
-            finally:
-                connection.close()
-        except (OSError, ValueError, http.client.HTTPException) as exc:
-            raise google("auth.exceptions").TransportError(f"cannot reach {public_url(url)}: {exc}") from exc
+                return self._send(url, method, body, dict(headers or {}), timeout)
+            except (OSError, ValueError, http.client.HTTPException) as exc:
+                if failed == tries:
+                    raise google("auth.exceptions").TransportError(f"cannot reach {public_url(url)}: {exc}") from exc
+            timing.wait(threading.Event(), timing.draw() * self._access.policy.backoff_s * failed)
+        raise AssertionError("the last try returns or raises")
+
+    def _send(
+        self, url: str, method: str, body: bytes | str | None, headers: dict[str, str], timeout_s: float | None
+    ) -> Response:
+        connection, target = self._connect(url, headers, timeout_s or self._access.policy.stall_timeout_s)
+        try:
+            connection.request(method, target, body, headers)
+            answer = connection.getresponse()
+            return Response(answer.status, answer.headers, answer.read())
+        finally:
+            connection.close()
 
     def _connect(self, url: str, headers: dict[str, str], timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
         """(connection, what to ask it for). No proxy leads to a metadata server, which answers this machine only."""
