@@ -465,7 +465,7 @@ class VerifiedSource:
         while at < end:
             block = cut.at(at)
             start, stop = cut.bounds(block)
-            if at == start and stop <= end:
+            if block and at == start and stop <= end:  # the head is read twice, so it is kept
                 last = cut.at(end - 1)
                 last += cut.bounds(last)[1] <= end
                 stop = cut.bounds(last - 1)[1]
