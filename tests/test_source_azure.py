@@ -48,9 +48,8 @@ from headrace.sources.azure import (
     CredentialsError,
     ExpiredCredentialsError,
     open_azure,
-    parse_url,
 )
-from headrace.sources.azure._address import Place, Service, encode_query, escape, normalise_sas
+from headrace.sources.azure._address import Place, Service, encode_query, escape, normalise_sas, parse_url
 from headrace.sources.azure._connection_string import parse_connection_string
 from headrace.sources.azure._errors import parse_complaint
 from headrace.sources.azure._identity import resolve
@@ -769,6 +768,8 @@ MINE = AzureSettings(account_name="mine", account_key="bWluZQ==", endpoint="http
         (AzureCredentials(account_name="mine"), MINE, "key", Place(account="mine", endpoint="https://mine.example")),
         (AzureCredentials(account_name="other"), MINE, "default", Place(account="other")),
         (AzureCredentials(endpoint=OTHER), MINE, "default", Place(endpoint=OTHER)),
+        (AzureCredentials(endpoint="https://own.example"), MINE, "key", Place(account="mine", endpoint="https://own.example")),
+        (AzureCredentials(endpoint="http://127.0.0.1:1"), MINE, "key", Place(account="mine", endpoint="http://127.0.0.1:1")),
         (AzureCredentials(anonymous=True), MINE, "anonymous", Place(account="mine", endpoint="https://mine.example")),
         (AzureCredentials(sas_token="sig=1"), MINE, "sas", Place(account="mine", endpoint="https://mine.example")),
         (AzureCredentials(connection_string=CONNECTION), MINE, "key", Place(account="other", endpoint=OTHER)),
@@ -812,6 +813,7 @@ def test_what_are_no_credentials_is_refused() -> None:
         {"token_credential": Tokens(), "connection_string": "AccountName=a1;AccountKey=SECRET"},
         {"account_key": "no base64: SECRET"},
         {"connection_string": "SECRET"},
+        {"sas_token": ""},
     ],
 )
 def test_credentials_that_cannot_be_meant_are_refused(several: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ Tokens come from azure-identity, and signatures of account keys from azure-stora
 and SAS tokens and public containers need neither.
 """
 
-from headrace.sources.azure._address import Location, parse_url
 from headrace.sources.azure._errors import (
     AccessDeniedError,
     AccountNotFoundError,
@@ -39,8 +38,6 @@ __all__ = [
     "CredentialsError",
     "Entry",
     "ExpiredCredentialsError",
-    "Location",
     "TokenCredential",
     "open_azure",
-    "parse_url",
 ]

@@ -195,13 +195,16 @@ class Place:
 
 
 def account_of(endpoint: str) -> str | None:
-    """The account whose blob service this is: the path's first part at an emulator, the host's else; None where it is neither."""
+    """The account whose blob service this is: the path's first part at an emulator, the first of account.blob.cloud else.
+
+    None where neither tells: a domain of the account's own, or an address.
+    """
     parts = urlsplit(endpoint)
     name = parts.path.strip("/").partition("/")[0]
     if name:
         return name
-    label, dot, _ = (parts.hostname or "").partition(".")
-    return label if dot and not _is_address(parts.hostname or "") else None
+    labels = (parts.hostname or "").split(".")
+    return labels[0] if len(labels) > 2 and labels[1] in ("blob", "dfs") else None
 
 
 def _is_endpoint(text: str) -> bool:

@@ -93,6 +93,9 @@ class AzureCredentials:
         given = [name for name, value in ways.items() if value is not None]
         if len(given) > 1:
             raise OptionError(f"{' and '.join(given)} are different ways to ask: give one", option="credentials")
+        empty = [name for name in given if ways[name] == ""]
+        if empty:
+            raise OptionError(f"{empty[0]} is empty; leave it out to have it from the environment", option="credentials")
         if self.account_key is not None:
             _check_key(self.account_key)
         if self.connection_string is not None:
@@ -137,7 +140,7 @@ def resolve(given: AzureCredentials, settings: AzureSettings) -> Asker:
         around = Asker(way="default", place=Place(suffix=around.place.suffix))
     place = replace(
         around.place,
-        account=given.account_name or (None if given.endpoint else around.place.account),
+        account=given.account_name or (None if named else around.place.account),
         endpoint=given.endpoint or around.place.endpoint,
     )
     if given.says_who:
