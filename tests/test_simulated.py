@@ -1274,6 +1274,17 @@ class TestHip:
         assert first_byte(runtime, target) == 3
         assert hip.HostUnregister(memory.address) == OK
 
+    def test_numbers_attributes_its_own_way(self, runtime: SimulatedRuntime) -> None:
+        hip = Cuda(runtime.path, "hip")
+        runtime.attribute(33, 0x21)
+        runtime.attribute(50, 3)
+        assert [hip.number("DeviceGetAttribute", number, 0) for number in (2, 66, 67, 68, 69)] == [3, 0, 0x21, 0, 3]
+        for number in (33, 34, 50, -1):
+            assert hip.DeviceGetAttribute(ctypes.byref(INT()), number, 0) == INVALID
+        text = ctypes.create_string_buffer(32)
+        assert hip.DeviceGetPCIBusId(text, 32, 0) == OK
+        assert text.value == b"0003:21:00.0"
+
     def test_fails_by_either_name(self, runtime: SimulatedRuntime) -> None:
         hip = Cuda(runtime.path, "hip")
         for name in ("hipHostMalloc", "cudaHostAlloc"):

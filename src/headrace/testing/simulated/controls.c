@@ -288,6 +288,14 @@ EXPORT int sim_view(uintptr_t address, size_t nbytes, int in_order, void **found
     return answer;
 }
 
+EXPORT int sim_is_device_memory(uintptr_t address) {
+    pthread_mutex_lock(&lock);
+    struct range *range = range_at(address);
+    int answer = range && range->kind == DEVICE_MEMORY;
+    pthread_mutex_unlock(&lock);
+    return answer;
+}
+
 /* Opens device memory to the host, or closes it again. */
 EXPORT int sim_expose(uintptr_t address, int is_open) {
     pthread_mutex_lock(&lock);

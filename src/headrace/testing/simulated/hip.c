@@ -1,6 +1,6 @@
 /* The same runtime under HIP's names, so that what binds libamdhip64 can be tested. The codes of errors are the same in both.
  *
- * Not simulated: what ROCm does differently (no in-place mode, copies out of file mappings), and HIP's own numbers of attributes.
+ * Attributes have HIP's own numbers, which are not CUDA's. Not simulated: what ROCm does differently with file mappings.
  */
 #include "simulation.h"
 
@@ -59,7 +59,6 @@ AS(hipEventElapsedTime, cudaEventElapsedTime, (float *a, cudaEvent_t b, cudaEven
 AS(hipSetDevice, cudaSetDevice, (int a), (a))
 AS(hipGetDevice, cudaGetDevice, (int *a), (a))
 AS(hipGetDeviceCount, cudaGetDeviceCount, (int *a), (a))
-AS(hipDeviceGetAttribute, cudaDeviceGetAttribute, (int *a, enum cudaDeviceAttr b, int c), (a, b, c))
 AS(hipDeviceGetPCIBusId, cudaDeviceGetPCIBusId, (char *a, int b, int c), (a, b, c))
 AS(hipDeviceSynchronize, cudaDeviceSynchronize, (void), ())
 AS(hipGetLastError, cudaGetLastError, (void), ())
@@ -67,6 +66,26 @@ AS(hipPeekAtLastError, cudaPeekAtLastError, (void), ())
 AS(hipRuntimeGetVersion, cudaRuntimeGetVersion, (int *a), (a))
 AS(hipDriverGetVersion, cudaDriverGetVersion, (int *a), (a))
 AS(hipLaunchHostFunc, cudaLaunchHostFunc, (cudaStream_t a, cudaHostFn_t b, void *c), (a, b, c))
+
+/* Numbers of hipDeviceAttribute_t as in ROCm 6, read in bindings generated from its header. */
+static const struct {
+    int hip;
+    enum cudaDeviceAttr cuda;
+} attributes[] = {
+    {2, cudaDevAttrAsyncEngineCount},
+    {66, cudaDevAttrPageableMemoryAccessUsesHostPageTables},
+    {67, cudaDevAttrPciBusId},
+    {68, cudaDevAttrPciDeviceId},
+    {69, cudaDevAttrPciDomainId},
+};
+
+EXPORT cudaError_t hipDeviceGetAttribute(int *value, int attribute, int device);
+EXPORT cudaError_t hipDeviceGetAttribute(int *value, int attribute, int device) {
+    int translated = -1; /* unknown to both */
+    for (size_t index = 0; index < sizeof attributes / sizeof *attributes; index++)
+        if (attributes[index].hip == attribute) translated = attributes[index].cuda;
+    return cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)translated, device);
+}
 
 EXPORT const char *hipGetErrorString(cudaError_t error);
 EXPORT const char *hipGetErrorString(cudaError_t error) { return cudaGetErrorString(error); }
