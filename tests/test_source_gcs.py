@@ -644,12 +644,12 @@ def test_a_file_of_the_environment_says_who_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key_pair: tuple[str, bytes]
 ) -> None:
     with serving(private=True, public_key=key_pair[1]) as server:
-        good, bad = write_service_account(tmp_path / "good.json", server, key_pair[0]), str(tmp_path / "absent.json")
+        good, bad = write_service_account(tmp_path / "good.json", server, key_pair[0]), str(tmp_path / f"{'absent' * 5}.json")
         here = GcsCredentials(endpoint=server.base)
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", good)
         GcsStore(here, access=QUICK).open("gs://models/m/a.bin").close()
         monkeypatch.setenv("RUNAI_STREAMER_GCS_CREDENTIAL_FILE", bad)
-        assert "absent.json" in str(error_of(CredentialsError, GcsStore(here, access=QUICK).open, "gs://models/m/a.bin"))
+        assert bad in str(error_of(CredentialsError, GcsStore(here, access=QUICK).open, "gs://models/m/a.bin"))
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", bad)
         monkeypatch.setenv("RUNAI_STREAMER_GCS_CREDENTIAL_FILE", good)
         GcsStore(here, access=QUICK).open("gs://models/m/a.bin").close()
@@ -660,7 +660,8 @@ def test_a_file_of_the_environment_says_who_asks(
 def test_what_gcloud_has_left_says_who_asks(tmp_path: Path) -> None:
     with serving(private=True) as server:
         (tmp_path / "gcloud").mkdir()
-        write_federated(tmp_path / "gcloud" / "application_default_credentials.json", server)
+        file = write_federated(tmp_path / "gcloud" / "application_default_credentials.json", server)
+        assert GcsSettings.from_environment() == GcsSettings(default_file=file)
         GcsStore(GcsCredentials(endpoint=server.base), access=QUICK).open("gs://models/m/a.bin").close()
 
 
@@ -676,10 +677,15 @@ def test_the_environment_is_read_as_it_is_documented(monkeypatch: pytest.MonkeyP
     assert GcsSettings.from_environment() == GcsSettings()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:9023")
     monkeypatch.setenv("RUNAI_STREAMER_GCS_CREDENTIAL_FILE", "/etc/key.json")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/etc/other.json")
     monkeypatch.setenv("RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS", "true")
     monkeypatch.setenv("GOOGLE_CLOUD_UNIVERSE_DOMAIN", "cloud.example")
     wanted = GcsSettings(
-        endpoint="http://localhost:9023", credential_file="/etc/key.json", anonymous=True, universe="cloud.example"
+        endpoint="http://localhost:9023",
+        credential_file="/etc/key.json",
+        default_file="/etc/other.json",
+        anonymous=True,
+        universe="cloud.example",
     )
     assert GcsSettings.from_environment() == wanted
     monkeypatch.setenv("RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS", "perhaps")

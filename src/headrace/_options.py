@@ -325,17 +325,20 @@ def _switch(variable: str) -> bool | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcsSettings:
-    """What the environment says about Google Cloud Storage and google-auth does not read.
+    """What the environment says about Google Cloud Storage.
 
     Attributes:
         endpoint: STORAGE_EMULATOR_HOST; http:// where it is a bare host.
-        credential_file: RUNAI_STREAMER_GCS_CREDENTIAL_FILE; google-auth reads GOOGLE_APPLICATION_CREDENTIALS itself.
+        credential_file: RUNAI_STREAMER_GCS_CREDENTIAL_FILE.
+        default_file: GOOGLE_APPLICATION_CREDENTIALS, else what gcloud has left in CLOUDSDK_CONFIG. google-auth would find both,
+            and start gcloud to ask for the name of a project that nobody needs here (3.7 s, 2026-11-29).
         anonymous: RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS.
         universe: GOOGLE_CLOUD_UNIVERSE_DOMAIN, the domain of a sovereign cloud's services.
     """
 
     endpoint: str | None = None
     credential_file: str | None = None
+    default_file: str | None = None
     anonymous: bool = False
     universe: str = "googleapis.com"
 
@@ -350,9 +353,16 @@ class GcsSettings:
         return cls(
             endpoint=emulator if emulator is None or "://" in emulator else f"http://{emulator}",
             credential_file=_first_set("RUNAI_STREAMER_GCS_CREDENTIAL_FILE"),
+            default_file=_first_set("GOOGLE_APPLICATION_CREDENTIALS") or _gcloud_file(),
             anonymous=bool(_switch("RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS")),
             universe=_first_set("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com",
         )
+
+
+def _gcloud_file() -> str | None:
+    folder = _first_set("CLOUDSDK_CONFIG") or os.path.join(os.path.expanduser("~"), ".config", "gcloud")
+    path = os.path.join(folder, "application_default_credentials.json")
+    return path if os.path.isfile(path) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ class Identity:
 
     Args:
         given: what the caller wants; a function is asked again when what it gave has expired.
-        settings: what the environment says that google-auth does not read.
+        settings: what the environment says.
         access: how those who give tokens are reached.
 
     Attributes:
@@ -193,7 +193,7 @@ class Identity:
 
     def _find(self) -> Any:
         given, auth = self._latest, google("auth.credentials")
-        file = given.credential_file or (self._settings.credential_file if not given.ways else None)
+        file = given.credential_file or self._settings.credential_file or self._settings.default_file
         if given.google_credentials is not None:
             found = given.google_credentials
         elif file is not None:
@@ -206,7 +206,7 @@ class Identity:
         return auth.with_scopes_if_required(found, [_SCOPE])
 
     def _default(self) -> Any:
-        """Application default credentials: GOOGLE_APPLICATION_CREDENTIALS, what gcloud has left, the metadata server."""
+        """Application default credentials that come from no file: those of the metadata server."""
         try:
             return google("auth").default(request=self._transport)[0]
         except google("auth.exceptions").DefaultCredentialsError as exc:
@@ -237,7 +237,9 @@ class Identity:
 
 def _shown(error: Exception) -> str:
     """What an exception says, an answer that it quotes as text included, without what may be a secret."""
-    said = str(error) if isinstance(error, OSError) else " ".join(part for part in error.args if isinstance(part, str))
+    if isinstance(error, OSError):  # of a file
+        return str(error)
+    said = " ".join(part for part in error.args if isinstance(part, str))
     return _SECRET.sub("REDACTED", " ".join(said.split()))[:300]
 
 
