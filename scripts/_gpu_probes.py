@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import _gpu_runtime as gpu
+from _gpu_cufile import direct_storage
 from _gpu_runtime import D2D, D2H, H2D, Runtime
 
 Answers = dict[str, object]
@@ -348,6 +349,7 @@ FIGURES: dict[str, tuple[Probe, float]] = {
     "torch": (torch_and_us, 40),
     "pin cost": (pin_cost, 40),
     "bus": (bus, 60),
+    "direct storage": (direct_storage, 40),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import os
 import random
 import subprocess
@@ -361,3 +362,34 @@ class TestHip:
         assert hip.stats()[1]["p2p"] == 1
         hip.deregister(handle)
         assert (hip.close(), direct.violations()) == (OK, [])
+
+
+class TestAcceptance:
+    """The probe of scripts/gpu, against the simulated library."""
+
+    def answers(self, direct: SimulatedCuFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+        monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+        probe, runtimes = importlib.import_module("_gpu_cufile"), importlib.import_module("_gpu_runtime")
+        monkeypatch.setattr(probe, "NBYTES", 1 << 20)
+        monkeypatch.setattr(probe, "READS", ((0, 1 << 20), (4096, 1 << 16), (13, 10_001)))
+        answers: dict[str, object] = probe.direct_storage(runtimes.simulated(), folder, str(direct.path))
+        return answers
+
+    def test_shows_what_the_library_does(self, direct: SimulatedCuFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.answers(direct, tmp_path, monkeypatch)
+        assert (found["open"], found["disk: register"], found["descriptor 0 is still there"]) == ("0", "0", True)
+        assert str(found["disk: 1048576 bytes at 0"]).startswith("equal, ")
+        assert str(found["disk: 10001 bytes at 13"]).startswith("equal, ")
+        assert str(found["routes"]).startswith("p2p ")
+        assert (direct.violations(), direct.counts().handles) == ([], 0)
+
+    def test_shows_a_library_that_lies_or_fails(
+        self, direct: SimulatedCuFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        direct.faults(wrong_bytes=True, stats_error=5030)
+        found = self.answers(direct, tmp_path, monkeypatch)
+        assert str(found["disk: 65536 bytes at 4096"]).startswith("WRONG BYTES")
+        assert found["routes"] == "not told: 5030"
+        direct.faults(read_errno=errno.EIO, open_error=5033)
+        found = self.answers(direct, tmp_path, monkeypatch)
+        assert (found["open"], found["disk: 65536 bytes at 4096"]) == ("5033", f"-1, errno {errno.EIO}")

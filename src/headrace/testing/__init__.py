@@ -1,6 +1,7 @@
 """What tests of headrace use and other packages may: contract suites for sources and folders, and sources that fail on purpose.
 
-Importing it imports neither pytest nor torch.
+Importing it imports neither pytest nor torch. Beside it lie `s3server`, a server for tests, and `simulated`, a CUDA runtime
+without a GPU.
 """
 
 from headrace.testing.faults import (
