@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 from checkpoints import KIB, MIB, Contents, bytes_of, random_contents, serialize
+from typer.testing import CliRunner
 
 import headrace
+from headrace.cli import app
 from headrace.errors import SourceChangedError, SourceError, SourceTimeoutError, TruncatedError
 from headrace.sources.http import (
     HttpChangedError,
@@ -388,6 +390,51 @@ def test_a_pull_that_failed_goes_on_where_it_was(model: Model, tmp_path: Path) -
         server.fail()
         run("pull", model, server, tmp_path / "dst")
         assert server.bytes_asked < 1.5 * model.nbytes
+
+
+# ---- what the statistics say
+
+
+def test_statistics_are_what_the_server_counted(model: Model, tmp_path: Path) -> None:
+    rules = [
+        Rule(Status(503), key="*.safetensors", min_start=PAST_OPENING, skip=2, times=2),
+        Rule(Short(after=MIB), key="*.safetensors", min_start=PAST_OPENING, skip=6, times=1),
+    ]
+    with serving(model, *rules) as server:
+        stats = run("stream", model, server, tmp_path)
+        assert stats is not None
+        asked = [request for request in server.requests if request.key.endswith(".safetensors")]
+        assert stats.requests == len(asked)
+        assert (stats.retried, stats.throttled, stats.hedged, stats.hedged_nbytes) == (3, 2, 0, 0)
+        assert stats.received_nbytes == sum(request.sent for request in asked if request.status == 206)
+        assert stats.received_nbytes == model.nbytes
+
+
+def test_a_load_counts_its_own_traffic_and_not_that_of_others(model: Model) -> None:
+    with serving(model) as server, headrace.open(URL, credentials=credentials(server)) as checkpoint:
+        for _ in range(2):
+            server.forget()
+            with headrace.stream(checkpoint, **LEAN) as stream:
+                assert stream.stats.requests == 0 or not stream.stats.tensors
+                assert_equal(stream, model)
+            assert stream.stats.requests == len(server.requests)
+            assert stream.stats.received_nbytes == server.bytes_sent
+        before = stream.stats
+        headrace.load(checkpoint)
+        assert stream.stats == before
+
+
+def test_the_command_tells_of_the_network_where_there_is_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(model, Rule(Status(503), key="*.safetensors", times=2)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKTEST")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SKTESTSECRET")
+        told = " ".join(CliRunner().invoke(app, ["load", URL]).stdout.split())
+        assert f"network {len([r for r in server.requests if r.key.endswith('.safetensors')])} requests, 2 made again" in told
+        assert "2 of them put off by the store; 48 MiB received" in told
+    local = CliRunner().invoke(app, ["load", str(model.folder)]).stdout
+    assert "tensors" in local
+    assert "network" not in local
 
 
 # ---- and nothing is left
