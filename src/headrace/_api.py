@@ -465,7 +465,7 @@ def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] 
     if out is not None:
         path = local_path(out)
         return path / MANIFEST_NAME if path.is_dir() else path
-    if "://" in place.url or not os.path.isdir(place.url):
+    if "://" in place.url:
         raise OptionError(f"a manifest is never written into a store; give out=PATH for the one of {place.url}", option="out")
     if only is not None:
         raise OptionError("a folder's manifest is of all its files; verify the folder, or give out=PATH", option="out")

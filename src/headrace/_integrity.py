@@ -124,8 +124,7 @@ class BlockCache:
         try:
             if is_new:
                 self._load(key, entry, load)
-            with memoryview(entry.memory) as view:
-                yield view
+            yield memoryview(entry.memory)
         finally:
             with self._changed:
                 entry.users -= 1
@@ -149,8 +148,7 @@ class BlockCache:
 
     def _load(self, key: tuple[object, int], entry: _Entry, load: Callable[[memoryview], None]) -> None:
         try:
-            with memoryview(entry.memory) as view:
-                load(view)
+            load(memoryview(entry.memory))
             entry.ready = True
         finally:
             with self._changed:

@@ -163,7 +163,7 @@ def verify_folder(
     names = [only] if only is not None else _names(folder)
     with _Run(folder, manifest, progress, writes=out is not None) as run:
         run.open(names)
-        if out is None and not any(file.ledger is not None or file.failed for file in run.files):
+        if out is None and all(file.status == "unchecked" for file in run.files):
             raise nothing_to_check(folder.url)
         run.check(concurrency)
         if manifest is not None and only is None:
@@ -376,7 +376,7 @@ class _Run:
         ledger = LearnedBlocks(Subject(source.url, digest.origin), default_cut(source.nbytes), digest)
         return verified(source, ledger, self._cache, checked_by=f"{digest.algorithm} from {digest.origin}")
 
-    def _check_block(self, task: _Task, buffer: mmap.mmap) -> None:
+    def _check_block(self, task: _Task, buffer: _Buffer) -> None:
         file, block = task
         try:
             with file.lock:
@@ -401,16 +401,13 @@ class _Run:
             with self._counting:
                 self._done += 1
 
-    def _read_block(self, file: _File, source: ByteSource, block: int, buffer: mmap.mmap) -> None:
+    def _read_block(self, file: _File, source: ByteSource, block: int, buffer: _Buffer) -> None:
         assert file.ledger is not None
         if not file.ledger.cut.count:
             source.check_unchanged()
             return
         start, end = file.ledger.cut.bounds(block)
-        if len(buffer) < end - start:
-            buffer.resize(-(-(end - start) // mmap.PAGESIZE) * mmap.PAGESIZE)
-        with memoryview(buffer) as view:
-            _read(source, start, end - start, view)
+        _read(source, start, end - start, buffer.view(end - start))
         source.check_unchanged()
         with self._counting:
             self._nbytes += end - start
@@ -424,14 +421,14 @@ class _Run:
 
         def work() -> None:
             try:
-                with mmap.mmap(-1, BLOCK_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
-                    while not self._stop.is_set():
-                        with taking:
-                            task = next(tasks, None)
-                        if task is None:
-                            break
-                        self._check_block(task, buffer)
-                        outcomes.put(True)
+                buffer = _Buffer()
+                while not self._stop.is_set():
+                    with taking:
+                        task = next(tasks, None)
+                    if task is None:
+                        break
+                    self._check_block(task, buffer)
+                    outcomes.put(True)
             except BaseException as exc:  # noqa: BLE001 - raised by the thread that called
                 outcomes.put(exc)
             finally:
@@ -468,6 +465,20 @@ class _Run:
             source = file.source
             if source is not None:
                 source.close()
+
+
+class _Buffer:
+    """A worker's memory for a block, as long as the longest so far."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def view(self, nbytes: int) -> memoryview:
+        """At least so many bytes, whole pages that begin at one: direct reads need that."""
+        if self._memory is None or len(self._memory) < nbytes:
+            pages = -(-max(nbytes, BLOCK_NBYTES) // mmap.PAGESIZE)
+            self._memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return memoryview(self._memory)
 
 
 def _in_turns(files: Sequence[_File], most: int) -> Iterator[_Task]:
