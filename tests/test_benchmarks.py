@@ -1,15 +1,21 @@
-"""The benchmarks' own machinery on tiny data: the child protocol, floors, the page cache, goals and the chart's input."""
+"""The benchmarks' own machinery on tiny data: the child protocol, floors, the page cache, stores, goals and the charts' input."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -100,3 +106,193 @@ def test_goal_without_anything_to_compare_with_is_open() -> None:
     goal = Goal("quicker than a peer", "speed", at_least=1.0, against=("Run:ai*",))
     missing = Measured(Way("Run:ai default", "", "peer"), skipped="not installed")
     assert judge(goal, [Measured(Way("headrace", "", "headrace"), [{"seconds": 1.0}]), missing]).holds is None
+
+
+# ---- object stores
+
+
+@pytest.fixture(params=["s3", "s3-tls"])
+def job_at(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes jobs on a checkpoint of four shards that an S3 server has, plain and over TLS."""
+    from harness import checkpoints
+    from harness.cases import Case
+    from harness.child import Job
+    from harness.servers import Servers
+
+    checkpoints.ensure(tmp_path, ["tiny-shards"])
+    files = checkpoints.files_of(tmp_path / "tiny-shards")
+    case = Case("case", "", "tiny-shards", "stream", False, (), server=request.param, connections=3)
+    with Servers(tmp_path, BENCHMARKS.parent / "src", tmp_path).serve(case) as target:
+        for name, value in target.environment().items():
+            monkeypatch.setenv(name, value)
+
+        def make(way: str, *, kind: str = "stream", **settings: Any) -> Job:
+            return Job(way, files, target, kind=kind, verify=True, settings={"connections": 3, **settings})
+
+        yield make
+
+
+@pytest.mark.parametrize("kind", ["stream", "into", "load"])
+def test_headrace_and_the_bare_loop_get_the_bytes_of_the_files_from_a_store(job_at: Callable[..., Any], kind: str) -> None:
+    from harness import bare_http, checkpoints, ours
+
+    headrace, bare = job_at("ours:run", kind=kind), job_at("bare_http:into_buffers")
+    ours.run(headrace)()
+    bare_http.into_buffers(bare)()
+    expected = checkpoints.checksum(headrace.files)
+    assert (f"{headrace.checksum:016x}", f"{bare.checksum:016x}") == (expected, expected)
+    assert headrace.tensors == bare.tensors == 16
+
+
+def test_pull_and_the_bare_loop_write_the_files(job_at: Callable[..., Any], tmp_path: Path) -> None:
+    from harness import bare_http, ours
+
+    for way, function in (("ours", ours.pull), ("bare", bare_http.into_files)):
+        folder = tmp_path / way
+        folder.mkdir()
+        job = job_at(way, folder=str(folder))
+        function(job)()
+        assert [(folder / Path(file).name).read_bytes() == Path(file).read_bytes() for file in job.files] == [True] * 4
+
+
+def test_bare_loop_refuses_an_answer_that_is_not_its_range(job_at: Callable[..., Any]) -> None:
+    from harness import bare_http
+
+    job = job_at("bare_http:into_buffers")
+    job.target = replace(job.target, secret="not the secret")
+    with pytest.raises(OSError, match="403"):
+        bare_http.into_buffers(job)()
+
+
+def test_server_is_gone_after_its_case(tmp_path: Path) -> None:
+    from harness import checkpoints
+    from harness.cases import Case
+    from harness.servers import Servers
+
+    checkpoints.ensure(tmp_path, ["tiny"])
+    with Servers(tmp_path, BENCHMARKS.parent / "src", tmp_path).serve(Case("", "", "tiny", "", False, (), server="s3")) as target:
+        assert all(Path(f"/proc/{pid}").exists() for pid in target.pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in target.pids)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_case_without_its_server_says_why(tmp_path: Path) -> None:
+    from harness.cases import Case, Way
+    from harness.runner import Runner
+    from harness.servers import Servers
+
+    case = Case("azure", "", "tiny", "stream", True, (Way("headrace", "ours:run", "headrace"),), server="azure")
+    servers = Servers(tmp_path, BENCHMARKS.parent / "src", tmp_path / "nowhere")
+    (only,) = Runner({"tiny": []}, 1, tmp_path, "left out", lambda _text: None, servers.serve).run(case)
+    assert "azurite is not installed" in only.skipped
+
+
+@pytest.mark.slow
+def test_way_with_wrong_bytes_gets_no_figure(tmp_path: Path) -> None:
+    from harness import checkpoints
+    from harness.cases import Case, Way
+    from harness.runner import Runner
+    from harness.servers import Servers
+
+    for folder in ("served", "right"):
+        checkpoints.ensure(tmp_path / folder, ["tiny"])
+    (served,) = checkpoints.files_of(tmp_path / "served" / "tiny")
+    with open(served, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    bare = Way("floor", "bare_http:into_buffers", "floor")
+    case = Case("case", "", "tiny", "stream", False, (bare,), server="s3", connections=2)
+    serve = Servers(tmp_path / "served", BENCHMARKS.parent / "src", tmp_path).serve
+    for folder, samples, skipped in (("served", 1, ""), ("right", 0, "wrong bytes")):
+        files = {"tiny": checkpoints.files_of(tmp_path / folder / "tiny")}
+        runner = Runner(files, 1, BENCHMARKS.parent / "src", "left out", lambda _text: None, serve, retakes=0)
+        (only,) = runner.run(case)
+        assert (len(only.samples), only.skipped[: len("wrong bytes")]) == (samples, skipped)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 17))
+def test_ranges_cover_every_object_once_and_in_order(sizes: list[int], nbytes: int) -> None:
+    from harness.targets import ranges
+
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / str(i) for i in range(len(sizes))]
+        for file, size in zip(files, sizes, strict=True):
+            file.write_bytes(bytes(size))
+        found = ranges([str(file) for file in files], nbytes)
+    for i, size in enumerate(sizes):
+        mine = [part for part in found if part.file == i]
+        assert [at for part in mine for at in range(part.start, part.end)] == list(range(size))
+        assert all(0 < part.end - part.start <= nbytes and part.nbytes == size for part in mine)
+
+
+def _cases() -> list[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from harness import local_cases, object_cases
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return [*local_cases.CASES, *object_cases.CASES]
+
+
+@pytest.mark.parametrize("case", _cases(), ids=lambda case: case.name)
+def test_case_names_what_there_is(case: Any) -> None:
+    from harness.checkpoints import SETS
+
+    assert case.checkpoint in SETS
+    for way in case.ways:
+        module, _, function = way.call.partition(":")
+        assert f"\ndef {function}(job: Job)" in (BENCHMARKS / "harness" / f"{module}.py").read_text()
+    names = {way.pick or way.name for way in case.ways}
+    for goal in case.goals:
+        assert goal.way in names
+        assert not goal.against or any(fnmatch(name, pattern) for name in names for pattern in goal.against)
+
+
+def test_smoke_runs_have_sets_of_their_own() -> None:
+    from harness.checkpoints import SETS
+    from harness.object_cases import CASES, QUICK_SETS
+
+    assert {case.checkpoint for case in CASES} == set(QUICK_SETS)
+    assert set(QUICK_SETS.values()) <= set(SETS)
+
+
+def test_memory_goal_counts_from_the_limit_that_was_chosen() -> None:
+    from harness.cases import Goal, Way
+    from harness.report import judge
+    from harness.runner import Measured
+
+    goal = Goal("at most 64 MiB over the limit", "over_limit_mib", at_most=64)
+    samples = [{"peak_nbytes": peak << 20, "stats": {"memory_limit": 256 << 20}} for peak in (300, 330, 310)]
+    verdict = judge(goal, [Measured(Way("headrace", "", "headrace"), samples)])
+    assert (verdict.value, verdict.holds) == (74, False)
+
+
+def _data(**cases: tuple[int, tuple[str, ...]]) -> dict[str, Any]:
+    """The JSON of a run: {case: (connections, ways)}."""
+    sample = {"seconds": 0.5, "cpu_s": 0.25, "bytes": 1 << 30}
+    way = {"samples": [sample], "skipped": "", "settings": "", "way": {"role": "headrace"}}
+    made = {
+        name: {"title": name, "connections": connections, "ways": dict.fromkeys(ways, way)}
+        for name, (connections, ways) in cases.items()
+    }
+    return {"machine": {"summary": "a machine"}, "cases": made}
+
+
+def test_curve_has_a_line_for_each_way_of_two_cases_or_more() -> None:
+    from harness.curve import lines_of
+
+    data = _data(b=(64, ("headrace", "awscrt")), a=(16, ("headrace", "awscrt", "boto3")), other=(8, ("headrace",)))
+    found = {name: [(count, bar.cpu) for count, bar in line] for name, line in lines_of(data, ["a", "b", "c"]).items()}
+    assert found == {"headrace": [(16, 0.25), (64, 0.25)], "awscrt": [(16, 0.25), (64, 0.25)]}
+
+
+@pytest.mark.slow
+@pytest.mark.leaky_ok(reason="matplotlib keeps its fonts open")
+def test_charts_are_drawn_where_there_is_something_to_show(tmp_path: Path) -> None:
+    from harness import chart, curve
+
+    data = _data(a=(16, ("headrace",)), b=(64, ("headrace",)))
+    assert chart.draw(data, tmp_path / "bars.png", "title", cpu=True) == [tmp_path / "bars.png"]
+    assert curve.draw(data, tmp_path / "curve.png", "title", ["a", "b"]) == [tmp_path / "curve.png"]
+    assert curve.draw(data, tmp_path / "none.png", "title", ["a"]) == []
+    assert {path.name for path in tmp_path.iterdir() if path.read_bytes().startswith(b"\x89PNG")} == {"bars.png", "curve.png"}

@@ -13,6 +13,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,11 @@ def _read_all(
     target = job.store
     parts = ranges(job.files)
     context = ssl.create_default_context(cafile=target.ca) if target.tls else None
+    connections = ExitStack()
 
     def reader() -> Callable[[int], None]:
         connection, place = _connection(target, context), make_place()
+        connections.callback(connection.close)
 
         def read(i: int) -> None:
             view = place(parts[i])
@@ -75,7 +78,8 @@ def _read_all(
 
         return read
 
-    in_threads(job.settings["connections"], len(parts), reader)
+    with connections:
+        in_threads(job.settings["connections"], len(parts), reader)
 
 
 def _connection(target: Target, context: ssl.SSLContext | None) -> http.client.HTTPConnection:

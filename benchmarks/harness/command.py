@@ -64,7 +64,7 @@ class Benchmark:
         run = report.Run(name=self.name, draw=self.draw, command=command, files=files, peers=peers)
         with TemporaryDirectory() as source:
             shutil.copytree(_ROOT / "src", source, dirs_exist_ok=True)
-            servers = Servers(arguments.data, Path(source), _azurite)
+            servers = Servers(arguments.data, Path(source), _CACHE / "azurite")
             runner = Runner(files, arguments.rounds, Path(source), peers, _say, servers.serve, arguments.retakes)
             for case in cases:
                 run.add(case, runner.run(case))
@@ -109,12 +109,6 @@ class Benchmark:
     def _examples(self) -> str:
         first, *_, last = [case.name for case in self.cases]
         return f"names or patterns with commas between them, e.g. '{first}' or '{first.partition('_')[0]}_*,{last}'"
-
-
-def _azurite() -> Path | str:
-    from harness.peer_environment import ensure_azurite
-
-    return ensure_azurite(_CACHE / "bench-azurite", _say)
 
 
 def _say(text: str) -> None:

@@ -126,8 +126,8 @@ def in_threads(threads: int, count: int, reader: Callable[[], _Reader]) -> None:
     errors: list[BaseException] = []
 
     def work() -> None:
-        read = reader()
         try:
+            read = reader()
             while (i := next(tickets)) < count:
                 read(i)
         except BaseException as exc:  # noqa: BLE001 - raised below, in the measuring thread

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 FIRST = ("torch==2.13.0", "numpy")  # before anything that asks for torch by an open range
-AZURITE = "azurite@3.37.0"  # the Azure emulator, which comes from npm
 PEERS = (
     "safetensors==0.8.0",
     "runai-model-streamer[s3]==0.17.1",
@@ -57,20 +56,3 @@ def _run(command: Sequence[str]) -> None:
 def _last_line(exc: subprocess.CalledProcessError) -> str:
     said = str(exc.stderr or "").strip().splitlines()
     return said[-1] if said else f"exit status {exc.returncode}"
-
-
-def ensure_azurite(folder: Path, say: Callable[[str], None]) -> Path | str:
-    """Azurite's command, installed by npm where it is missing; or why there is none."""
-    command, stamp = folder / "node_modules" / ".bin" / "azurite-blob", folder / "ready"
-    if stamp.exists() and stamp.read_text() == AZURITE and command.exists():
-        return command
-    say("installing azurite (a minute the first time)")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        _run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), AZURITE])
-    except FileNotFoundError:
-        return "azurite needs npm"
-    except subprocess.CalledProcessError as exc:
-        return f"no azurite: {_last_line(exc)}"
-    stamp.write_text(AZURITE)
-    return command

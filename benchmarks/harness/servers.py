@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -38,12 +38,12 @@ class Servers:
     Attributes:
         data: folder of the checkpoints, each of which is a bucket.
         source: headrace, as it is measured.
-        azurite: its command, or why there is none.
+        azurite: where the scripts install it, by npm.
     """
 
     data: Path
     source: Path
-    azurite: Callable[[], Path | str]
+    azurite: Path
 
     @contextmanager
     def serve(self, case: Case) -> Iterator[Target | None]:
@@ -90,11 +90,11 @@ class Servers:
 
     @contextmanager
     def _azure(self, container: str, folder: Path) -> Iterator[Target]:
-        found = self.azurite()
-        if isinstance(found, str):
-            raise FailedError(found)
+        program = self.azurite / "node_modules" / ".bin" / "azurite-blob"
+        if not program.exists():
+            raise FailedError("azurite is not installed (scripts/bench object does it, where there is npm)")
         port = _free_port()
-        command = [str(found), "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
+        command = [str(program), "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
         flags = ["--skipApiVersionCheck", "--disableTelemetry"]
         with _process([*command, *flags], folder, {"AZURITE_ACCOUNTS": f"{_ACCOUNT}:{_ACCOUNT_KEY}"}) as process:
             _wait_for_port(process, port, folder)
