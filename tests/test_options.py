@@ -26,12 +26,18 @@ GOOD: dict[str, tuple[str, Any]] = {  # {field: (text in the environment, value)
     "stall_timeout_s": ("2.5", 2.5),
     "attempts": ("3", 3),
     "deadline_s": ("600", 600.0),
+    "local_ranks": ("8", 8),
+    "network_chunk_nbytes": ("4MiB", 4 << 20),
 }
 RUNAI = {
     "concurrency": ("RUNAI_STREAMER_CONCURRENCY", "7", 7),
     "memory_limit": ("RUNAI_STREAMER_MEMORY_LIMIT", "-1", -1),
     "pin": ("RUNAI_STREAMER_PIN_MEMORY", "1", "auto"),
     "partition": ("RUNAI_STREAMER_PARTITION_POLICY", "chunks", "chunks"),
+    "stall_timeout_s": ("RUNAI_STREAMER_S3_REQUEST_TIMEOUT_MS", "2250", 2.25),
+    "attempts": ("RUNAI_STREAMER_S3_MAX_RETRIES", "4", 5),
+    "network_chunk_nbytes": ("RUNAI_STREAMER_CHUNK_BYTESIZE", "16777216", 16 << 20),
+    "local_ranks": ("RUNAI_STREAMER_PROCESS_GROUP_SIZE", "2", 2),
 }
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from headrace._machine import available_cpus, available_memory
 from headrace._options import Options
-from headrace._plan import CHUNK_NBYTES, MIB, Limits, SourceAbilities
+from headrace._plan import CHUNK_NBYTES, MIB, Limits, NodeLimits, SourceAbilities
 from headrace.sources.base import ByteSource, aligned_source, is_remote
 
 NETWORK_CHUNK_NBYTES = 8 * MIB  # a request's overhead is small against it, and 16 in flight fill a fast link
@@ -19,9 +19,11 @@ _LEAST_AHEAD = 64 * MIB
 _LEAST_AHEAD_CACHED = 16 * MIB  # four spans, which fit the L3 cache: memory that is hot is read into fastest (design, 3.3)
 
 
-def abilities_of(source: ByteSource, *, mapped: bool) -> SourceAbilities:
+def abilities_of(source: ByteSource, *, mapped: bool, network_chunk_nbytes: int | None = None) -> SourceAbilities:
     """What the planner has to know of a source. Whether it is cached is asked of its first chunk."""
     ability = _abilities_of(source, mapped=mapped)
+    if ability.kind == "network" and network_chunk_nbytes is not None:
+        ability = replace(ability, chunk_nbytes=network_chunk_nbytes)
     if not (verified := getattr(source, "checked_by", "")):
         return ability
     return replace(ability, verified=verified, block_nbytes=getattr(source, "checked_block_nbytes", 0))
@@ -51,7 +53,25 @@ def resolve_limits(options: Options, abilities: Sequence[SourceAbilities], *, la
         limit = _automatic_limit(abilities, largest)
     elif limit < 0:
         limit = max(2 * nbytes, CHUNK_NBYTES)  # twice: casts may widen, spans are rounded up
-    return Limits(options.concurrency or _automatic_concurrency(abilities), limit)
+    limits = Limits(options.concurrency or _automatic_concurrency(abilities), limit)
+    return share_of_node(limits, options.local_ranks or 1, unlimited=(options.memory_limit or 0) < 0)
+
+
+def share_of_node(limits: Limits, ranks: int, *, unlimited: bool = False) -> Limits:
+    """PURE: one process's part of what a node may have under way, where so many of its processes load at once.
+
+    Each has at least one reader, and a limit of 0 still loads, so more processes than that are over the total by what they need.
+
+    Args:
+        limits: of the node.
+        ranks: processes that share them.
+        unlimited: whether memory is limited by the model only, which is each process's own.
+    """
+    if ranks <= 1:
+        return limits
+    memory_limit = limits.memory_limit if unlimited else limits.memory_limit // ranks
+    node = NodeLimits(ranks, limits.concurrency, None if unlimited else limits.memory_limit)
+    return replace(limits, concurrency=max(1, limits.concurrency // ranks), memory_limit=memory_limit, node=node)
 
 
 def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int]) -> int:

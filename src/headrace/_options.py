@@ -35,7 +35,13 @@ _RUNAI_NAMES = {
     "memory_limit": "RUNAI_STREAMER_MEMORY_LIMIT",
     "pin": "RUNAI_STREAMER_PIN_MEMORY",
     "partition": "RUNAI_STREAMER_PARTITION_POLICY",
+    "stall_timeout_s": "RUNAI_STREAMER_S3_REQUEST_TIMEOUT_MS",
+    "attempts": "RUNAI_STREAMER_S3_MAX_RETRIES",
+    "network_chunk_nbytes": "RUNAI_STREAMER_CHUNK_BYTESIZE",
+    "local_ranks": "RUNAI_STREAMER_PROCESS_GROUP_SIZE",
 }
+_LAUNCHER_NAMES = {"local_ranks": "LOCAL_WORLD_SIZE"}  # torchrun's; each of its processes loads
+_LEAST_RUNAI_CHUNK_NBYTES = 5 << 20  # Run:ai takes smaller ones for this much: the least part of an upload to S3
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -60,6 +66,9 @@ class Options:
         stall_timeout_s: seconds without a byte after which a network read is tried again.
         attempts: tries of one network range before its error is raised.
         deadline_s: seconds after which one network range is given up, all its tries together; None: never.
+        local_ranks: processes of this node that load at the same time. `concurrency` and `memory_limit`, given or automatic, are
+            totals of the node, and each process takes its part. Automatic: 1.
+        network_chunk_nbytes: the length of one request to a store, in bytes or as text. Automatic: 8 MiB.
 
     Raises:
         OptionError: a value that cannot be used.
@@ -77,6 +86,8 @@ class Options:
     stall_timeout_s: float | None = None
     attempts: int | None = None
     deadline_s: float | None = None
+    local_ranks: int | None = None
+    network_chunk_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -102,7 +113,7 @@ class Options:
             variable, text = _lookup(name)
             if text is not None:
                 try:
-                    found[name] = _checked(name, _from_text(name, text))
+                    found[name] = _checked(name, _from_text(name, _in_our_units(variable, text)))
                 except OptionError as exc:
                     raise OptionError(f"environment variable {variable}={text!r}: {exc}", option=name) from None
         return cls(**found)
@@ -146,11 +157,24 @@ def _require_known(name: str) -> None:
 
 
 def _lookup(name: str) -> tuple[str, str | None]:
-    for variable in (f"HEADRACE_{name.upper()}", _RUNAI_NAMES.get(name, "")):
+    for variable in (f"HEADRACE_{name.upper()}", _RUNAI_NAMES.get(name, ""), _LAUNCHER_NAMES.get(name, "")):
         text = os.environ.get(variable, "").strip() if variable else ""
-        if text:
+        if text and (variable, text) != ("RUNAI_STREAMER_S3_MAX_RETRIES", "0"):  # as many as usual
             return variable, text
     return "", None
+
+
+def _in_our_units(variable: str, text: str) -> str:
+    """Milliseconds in seconds, retries as tries; what is no number stays as it is, and is refused as any other."""
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        return text
+    if variable == "RUNAI_STREAMER_S3_REQUEST_TIMEOUT_MS":
+        return str(int(text) / 1000)
+    if variable == "RUNAI_STREAMER_S3_MAX_RETRIES":
+        return str(int(text) + 1)
+    if variable == "RUNAI_STREAMER_CHUNK_BYTESIZE":
+        return str(max(int(text), _LEAST_RUNAI_CHUNK_NBYTES))
+    return text
 
 
 def _from_text(name: str, text: str) -> object:
@@ -176,17 +200,20 @@ def _checked(name: str, value: object) -> object:
     return _checked_integer(name, value)
 
 
+_INTEGERS = {  # least value, and what it is
+    "memory_limit": (-1, "-1, 0 or a number of bytes, such as 268435456 or '256MiB'"),
+    "network_chunk_nbytes": (64 << 10, "a number of bytes from 64 KiB on, such as 8388608 or '8MiB'"),
+}
+
+
 def _checked_integer(name: str, value: object) -> int:
-    least = -1 if name == "memory_limit" else 1
-    meaning = (
-        "-1, 0 or a number of bytes, such as 268435456 or '256MiB'" if name == "memory_limit" else "a whole number from 1 on"
-    )
+    least, meaning = _INTEGERS.get(name, (1, "a whole number from 1 on"))
     number: int | None = None
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
     elif isinstance(value, str):
         try:
-            number = parse_nbytes(value) if name == "memory_limit" else int(value)
+            number = parse_nbytes(value) if name in _INTEGERS else int(value)
         except (ValueError, OverflowError):  # "1e400" is infinite
             number = None
     if number is None or number < least:

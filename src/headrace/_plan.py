@@ -48,11 +48,25 @@ class SourceAbilities:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """What the processes of a node may have under way together. `memory_limit` None: as much as each of them reads."""
+
+    ranks: int
+    concurrency: int
+    memory_limit: int | None
+
+    def __str__(self) -> str:
+        memory = f" and {format_nbytes(self.memory_limit)}" if self.memory_limit is not None else ""
+        return f"1/{self.ranks} of the node's {self.concurrency} reads{memory}"
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Resolved limits of a load: reads in flight, and host bytes read ahead of the caller."""
 
     concurrency: int
     memory_limit: int
+    node: NodeLimits | None = None
 
     @property
     def span_nbytes(self) -> int:
@@ -206,6 +220,8 @@ def _explain(plan: Plan) -> Iterator[str]:
     extra = f", {format_nbytes(surplus)} of them surplus (cheaper read than skipped)" if surplus else ""
     requests = f"{len(plan.reads):,} requests for {format_nbytes(plan.read_nbytes)}"
     yield f"reads    {requests}{extra}; {plan.limits.concurrency} at a time"
+    if plan.limits.node is not None:
+        yield f"share    {plan.limits.node}; at least one read each"
     spans, bound = f"{len(plan.spans):,} spans", format_nbytes(_bound(plan))
     if plan.mapped_nbytes:
         yield f"mapped   {format_nbytes(plan.mapped_nbytes)} of tensors are views of their files; nothing of them is read ahead"

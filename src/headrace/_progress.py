@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,6 +31,11 @@ class Snapshot:
         peak_nbytes: most host memory the load held at once for tensors and staging, in bytes.
         kept_nbytes: memory of tensors that the caller still held when the load had to go on without it.
         concurrency, memory_limit: what was chosen, where the caller left it open.
+        node_share: where processes of a node share budgets, which part of which these two are, in words; else empty.
+        requests: GETs sent for the shards, their opening included; 0 for what is no network.
+        retried: tries that failed, and were made again where that could help; `throttled` of them the store wanted later.
+        hedged, hedged_nbytes: ranges asked for a second time because they were slow, and their bytes.
+        received_nbytes: bytes that came over the network, what came twice included.
         routes: per shard (url, route, reason).
         left_alone: (tensor, reason) of tensors that a blanket dtype did not touch.
         degraded: every fallback, in words; each was also warned about once.
@@ -59,6 +64,13 @@ class Snapshot:
     left_alone: tuple[tuple[str, str], ...] = ()
     degraded: tuple[str, ...] = ()
     verified_nbytes: int = 0
+    node_share: str = ""
+    requests: int = 0
+    retried: int = 0
+    throttled: int = 0
+    hedged: int = 0
+    hedged_nbytes: int = 0
+    received_nbytes: int = 0
 
     @property
     def rate(self) -> float:
@@ -100,13 +112,17 @@ class Progress:
     kept_nbytes: int = 0
     degraded: list[str] = field(default_factory=list)
     count_verified: Callable[[], int] = int
+    node_share: str = ""
+    count_traffic: Callable[[], Mapping[str, Any]] = dict
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
 
     def finish(self) -> None:
-        """Stop the clock. The first call counts."""
+        """Stop the clock, and count no more traffic: what follows is another load's. The first call counts."""
         if self.ended is None:
             self.ended = time.perf_counter()
+            traffic = self.count_traffic()
+            self.count_traffic = lambda: traffic
 
     def snapshot(self) -> Snapshot:
         """A frozen copy of the counters as they are now."""
@@ -115,9 +131,10 @@ class Progress:
             seconds=end - self.started,
             degraded=tuple(self.degraded),
             verified_nbytes=self.count_verified(),
+            **self.count_traffic(),
             **{name: getattr(self, name) for name in _COPIED},
         )
 
 
-_NOT_COPIED = ("degraded", "count_verified", "started", "ended")
+_NOT_COPIED = ("degraded", "count_verified", "count_traffic", "started", "ended")
 _COPIED = tuple(name for name in Progress.__dataclass_fields__ if name not in _NOT_COPIED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from headrace._checkpoint import Checkpoint
 from headrace._dtypes import DTYPES
@@ -23,7 +23,7 @@ from headrace._progress import Progress, Snapshot
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
 from headrace._slices import Index, cut_slice, slice_shape
 from headrace.errors import OptionError, SourceError
-from headrace.sources.base import ByteSource, MappableSource
+from headrace.sources.base import ByteSource, MappableSource, is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,9 @@ class Request:
         """The plan. `given`: dtypes of the destinations, for the tensors whose memory the caller provides."""
         headers, where = self.checkpoint.headers, self.checkpoint.where
         abilities = [
-            abilities_of(source, mapped=shard in self.mappings) if rows is None or rows else _UNUSED
+            abilities_of(source, mapped=shard in self.mappings, network_chunk_nbytes=self.options.network_chunk_nbytes)
+            if rows is None or rows
+            else _UNUSED
             for shard, (source, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True))
         ]
         nbytes = sum(header.nbytes for header in headers)
@@ -126,6 +128,7 @@ class Request:
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
         counters = _new_progress(plan, degraded, sources)
+        counters.count_traffic = _traffic_counter(sources, opened_here=on_stop is not None)
         _withhold_last(plan, sources)
         landing = HostLanding(
             plan, sources, target, counters, ownership=ownership, destinations=destinations, mappings=self.mappings
@@ -211,6 +214,29 @@ def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
     return lambda name: rename.get(name, name)
 
 
+# Fields of a snapshot, and what sources call them.
+_TRAFFIC = {
+    "requests": "requests",
+    "retried": "failed",
+    "throttled": "throttled",
+    "hedged": "hedges",
+    "hedged_nbytes": "hedged_nbytes",
+    "received_nbytes": "received_nbytes",
+}
+
+
+def _traffic_counter(sources: Sequence[ByteSource], *, opened_here: bool) -> Callable[[], Mapping[str, int]]:
+    """Counts what a load asks of the network; of sources that were open before, what they have asked for since."""
+    remote = [source for source in sources if is_remote(source)]
+
+    def now() -> dict[str, int]:
+        counts = [cast(Any, source).traffic for source in remote]
+        return {ours: sum(getattr(count, theirs) for count in counts) for ours, theirs in _TRAFFIC.items()}
+
+    before = dict.fromkeys(_TRAFFIC, 0) if opened_here else now()
+    return lambda: {name: count - before[name] for name, count in now().items()}
+
+
 def _withhold_last(plan: Plan, sources: Sequence[ByteSource]) -> None:
     """Where only the digest of a whole file is known, its last tensor is handed out when all of the file is known to be right."""
     ends: dict[int, int] = {}
@@ -239,6 +265,7 @@ def _new_progress(plan: Plan, degraded: list[str], sources: Sequence[ByteSource]
         total_tensors=len(plan.tensors),
         concurrency=plan.limits.concurrency,
         memory_limit=plan.limits.memory_limit,
+        node_share=str(plan.limits.node or ""),
         routes=tuple((route.url, route.route, route.reason) for route in plan.routes),
         left_alone=plan.left_alone,
     )

@@ -137,7 +137,11 @@ def _bar() -> Iterator[Report]:
 def _summary(stats: Snapshot) -> Iterator[tuple[str, str]]:
     yield "tensors", f"{stats.tensors:,}, {nbytes_text(stats.tensor_nbytes)} of memory, each dropped as soon as it came"
     yield "read", _read_text(stats)
+    if stats.requests:
+        yield "network", _network_text(stats)
     yield "time", f"{seconds_text(stats.seconds)}, {rate_text(stats.rate)}, {counted(stats.concurrency, 'read')} at a time"
+    if stats.node_share:
+        yield "", f"that is {stats.node_share}"
     yield (
         "waited",
         f"{seconds_text(stats.source_wait_s)} for bytes from the source, {seconds_text(stats.caller_s)} for this command",
@@ -166,6 +170,13 @@ def _read_text(stats: Snapshot) -> str:
         f"; {nbytes_text(stats.surplus_nbytes)} that no tensor needs, cheaper read than skipped" if stats.surplus_nbytes else ""
     )
     return f"{nbytes_text(stats.read_nbytes)}, {direct} past the page cache{surplus}"
+
+
+def _network_text(stats: Snapshot) -> str:
+    again = f"{stats.retried:,} made again" if stats.retried else "none made again"
+    throttled = f", {stats.throttled:,} of them put off by the store" if stats.throttled else ""
+    hedged = f"; {nbytes_text(stats.hedged_nbytes)} asked for twice, being slow" if stats.hedged else ""
+    return f"{counted(stats.requests, 'request')}, {again}{throttled}; {nbytes_text(stats.received_nbytes)} received{hedged}"
 
 
 def _some(texts: Sequence[str], separator: str = ", ") -> str:
