@@ -575,6 +575,17 @@ class TestOrder:
         assert cuda.EventSynchronize(event) == OK
         assert runtime.stats().finished == 2
 
+    def test_a_wait_does_not_mean_what_was_queued_after_the_record(
+        self, cuda: Cuda, runtime: SimulatedRuntime, pinned: Host
+    ) -> None:
+        target, first, second = cuda.device_memory(2 * PAGE), cuda.stream(), cuda.stream()
+        cuda.MemcpyAsync(target, pinned.address, PAGE, H2D, first)
+        event = cuda.recorded(first)
+        cuda.MemcpyAsync(target + PAGE, pinned.address, PAGE, H2D, first)
+        cuda.StreamWaitEvent(second, event, 0)
+        cuda.StreamSynchronize(second)
+        assert runtime.stats().finished == 1
+
     def test_waits_go_through_several_streams(self, cuda: Cuda, runtime: SimulatedRuntime) -> None:
         done: list[int] = []
         streams = [cuda.stream() for _ in range(5)]
