@@ -60,12 +60,8 @@ def list_urls(path: str, allow: Sequence[str] | None, credentials: S3Credentials
 
 def pull(
     path: str, dst: str, allow: Sequence[str] | None, ignore: Sequence[str] | None, credentials: S3Credentials | None
-) -> int:
-    """Copy what fits the patterns to a folder; what is there already is not copied again.
-
-    Returns:
-        How many files fit, all of which are in the folder now.
-    """
+) -> None:
+    """Copy what fits the patterns to a folder; what is there already is not copied again."""
     with as_value_errors():
         folder = _folder(path, credentials)
         walk: Callable[[], list[str]] = getattr(folder, "walk", folder.names)
@@ -73,7 +69,6 @@ def pull(
         if names:
             # With a pattern, so that what an earlier pull with other patterns has begun is left in place.
             headrace.pull(Chosen(folder, names), dst, include="*")
-    return len(names)
 
 
 class Chosen:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Final
 
 import headrace
 from headrace.integrations.runai.file_streamer.requests_iterator import FileChunks
 from headrace.sources.base import ByteSource, Folder, is_remote
+
+_HEADER_NBYTES: Final = 64 << 10  # what is read of a file to begin with: opening must not read ranges
 
 
 def range_name(file: int, index: int) -> str:
@@ -108,5 +111,5 @@ def _make_header(file: int, order: Sequence[int], sizes: Sequence[int]) -> bytes
     for index in order:
         entries[range_name(file, index)] = {"dtype": "U8", "shape": [1, sizes[index]], "data_offsets": [at, at + sizes[index]]}
         at += sizes[index]
-    text = json.dumps(entries).encode()
+    text = json.dumps(entries).encode().ljust(_HEADER_NBYTES)
     return len(text).to_bytes(8, "little") + text

@@ -201,7 +201,7 @@ class FileStreamer:
         self.check_open()
         if self.outstanding:
             raise StreamerStateError(
-                f"{self.outstanding} ranges of the request before have not been taken; take them, or close the iterator, first"
+                f"{self.outstanding} ranges of the request before are outstanding; take them, or close the iterator, first"
             )
 
     def check_open(self) -> None:

@@ -89,10 +89,16 @@ class SafetensorMetadata:
         self.offsets = Offsets(safetensorMetadata[SAFETENSORS_DATA_OFFSETS_KEY])
 
     def get_storage_shape(self) -> list[int]:
-        """The torch tensor's shape: the header's, but for F4, where torch has two values in one element of the last axis."""
+        """The torch tensor's shape: the header's, but for F4, where torch has two values in one element of the last axis.
+
+        Raises:
+            ValueError: F4 of an odd last axis, which torch has no shape for; such a tensor comes as raw bytes.
+        """
         values = PACKED_VALUES_PER_ELEMENT.get(self.dtype, 1)
-        if values == 1 or not self.shape:
+        if values == 1:
             return list(self.shape)
+        if not self.shape or self.shape[-1] % values:
+            raise ValueError(f"{self.name!r}: torch has no shape for {self.dtype} of {self.shape}")
         return [*self.shape[:-1], self.shape[-1] // values]
 
     def get_bytesize(self) -> int:
@@ -123,6 +129,14 @@ class SafetensorMetadata:
 
     def __repr__(self) -> str:
         return f"SafetensorMetadata({self.name!r}, {self.dtype}, {self.shape})"
+
+
+def create_torch_tensor(buffer: torch.Tensor, tensor_metadata: SafetensorMetadata) -> torch.Tensor:
+    """Bytes as the tensor that they are: a view of `buffer`, which is uint8 and has the tensor's bytes."""
+    shape, dtype = tensor_metadata.get_storage_shape(), tensor_metadata.get_torch_dtype()
+    if not tensor_metadata.get_item_count():
+        return buffer.new_empty(shape, dtype=dtype)
+    return buffer.view(dtype).view(shape)
 
 
 class TensorsOfFile(Sequence[SafetensorMetadata]):

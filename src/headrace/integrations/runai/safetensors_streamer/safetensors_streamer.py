@@ -86,7 +86,7 @@ def pull_files(
         ValueError: the store cannot be reached or refuses, or the folder cannot be written to; also SourceError and so on.
     """
     if not is_url(model_path):
-        raise NotImplementedError(f"{model_path} is a local path, and files are pulled from object stores only")
+        raise NotImplementedError(f"pulling is not implemented for file system paths, and {model_path} is one")
     pull(model_path, dst, allow_pattern, ignore_pattern, s3_credentials)
 
 
@@ -126,7 +126,6 @@ class ObjectStorageModel:
         self._lock_path = f"{self.dir}.lock"
         self._sentinel = os.path.join(self.dir, self.SENTINEL_NAME)
         self._skip = False
-        self._pulled = 0
         self._lock_file = open(self._lock_path, "a")  # noqa: SIM115  # held until the block ends
         try:
             self._skip = self._wait_for_turn(self._lock_file)
@@ -152,7 +151,7 @@ class ObjectStorageModel:
     def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
         """Copy files into the folder, unless it is complete. See `pull_files`."""
         if not self._skip:
-            self._pulled += pull(self._model_path, self.dir, allow_pattern, ignore_pattern, self._s3_credentials)
+            pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._s3_credentials)
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +172,8 @@ class ObjectStorageModel:
         return False
 
     def _mark_complete(self) -> None:
-        if not self._pulled and set(os.listdir(self.dir)) <= self._found | {_PULL_STATE}:
+        # What was there before counts only where it was fetched: then there are records of it.
+        if set(os.listdir(self.dir)) <= self._found - {_PULL_STATE}:
             raise RuntimeError(f"nothing was fetched from {self._model_path} to {self.dir}; check the url and the patterns")
         try:
             with open(self._sentinel, "w"):
@@ -334,8 +334,8 @@ class SafetensorsStreamer:
             raise StreamerStateError("the streamer is used after its `with` block")
         if self._request is not None and self._request.outstanding:
             raise StreamerStateError(
-                f"{self._request.outstanding} tensors of the request before have not been taken; take them, or close the "
-                "iterator, first"
+                f"{self._request.outstanding} tensors of the request before are outstanding; take them, or close the iterator, "
+                "first"
             )
 
     def _drop(self) -> None:

@@ -62,7 +62,7 @@ class StreamerPatcher:
         """In the place of `pull_files`; patterns are about paths below `model_path`."""
         del s3_credentials
         if not self.is_remote_path(model_path):
-            raise NotImplementedError(f"{model_path} is a local path, and files are pulled from object stores only")
+            raise NotImplementedError(f"pulling is not implemented for file system paths, and {model_path} is one")
         with as_value_errors():
             folder = headrace.folder(self.convert_remote_path_to_local_path(model_path))
             names: list[str] = getattr(folder, "walk", folder.names)()
