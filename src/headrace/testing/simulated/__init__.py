@@ -20,11 +20,14 @@ Rules
   device memory too early, a copy across the end of a registration, streams and events used after their end, work on a stream of
   a device that is not current, and a call that makes a context on device 0 because its thread never called `cudaSetDevice`.
 
-From headers (CUDA 13.0) and the libcudart of CUDA 13 without a driver: names, signatures, codes, the mode without a driver.
+From headers (CUDA 13.0), NVIDIA's documentation and the libcudart of CUDA 13 without a driver: names, signatures, codes, the
+meaning of records and waits, refusal of copies that are pinned in part, the mode without a driver.
 From public reports only, not seen on a GPU: 712 for neighbours on one page, unaligned registrations, refusals by kind of mapping
-(shared files on a disk, read-only pages), `cudaDevAttrHostRegisterReadOnlySupported` = 0, the cap of 512 GiB per registration, 1
-for a copy that crosses registrations, flags of registered memory, the device of unregistered pointers, what is still possible
-after queued work failed. A mapping that took the place of one which was unmapped too early looks like the first one.
+(shared files on a disk, read-only pages), `cudaDevAttrHostRegisterReadOnlySupported` = 0, the cap of 512 GiB per registration,
+flags of registered memory, the device of unregistered pointers, what is still possible after queued work failed.
+Stricter than CUDA is known to be: a copy from one registration into the next and one against its direction give 1 (CUDA leaves
+both open), and freeing under queued work is a violation although cudaFree may wait.
+A mapping that took the place of one which was unmapped too early looks like the first one.
 Not simulated: torch's allocators, capture, peer access, the per-thread default stream, the speed of a GPU.
 """
 
