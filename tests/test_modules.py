@@ -165,6 +165,13 @@ def test_an_open_checkpoint_stays_open(untied: Path) -> None:
             headrace.load_into(Net(), checkpoint)
 
 
+def test_options_count_for_opening_too(tied: Path) -> None:
+    with pytest.raises(OptionError) as caught:
+        headrace.load_into(Net(), tied, atempts=3)
+    assert caught.value.option == "atempts"
+    headrace.load_into(Net(), tied, attempts=3, memory_limit=0, options=headrace.Options(concurrency=1))
+
+
 # ---- what does not fit
 
 

@@ -116,7 +116,9 @@ def load_into(
     """
     if dtype is not None and not assign:
         raise OptionError("dtype goes with assign=True; without it values take the dtypes of the module", option="dtype")
-    checkpoint = headrace.open(url, credentials=credentials) if not isinstance(url, headrace.Checkpoint) else url
+    checkpoint = (
+        url if isinstance(url, headrace.Checkpoint) else headrace.open(url, credentials=credentials, **_options(arguments))
+    )
     try:
         fit = _fit(module, checkpoint, names, rename)
         _check(fit, module, checkpoint, strict=strict, assign=assign)
@@ -128,6 +130,13 @@ def load_into(
     finally:
         if checkpoint is not url:
             checkpoint.close()
+
+
+def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the arguments of a stream opening needs too: patience with a store, for one."""
+    return {
+        name: value for name, value in arguments.items() if name == "options" or name in headrace.Options.__dataclass_fields__
+    }
 
 
 @dataclass(frozen=True, slots=True)

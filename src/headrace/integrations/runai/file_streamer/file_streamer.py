@@ -54,7 +54,7 @@ def host_or_device(device: str | torch.device | None) -> str:
         found = torch.device(device)
     except (RuntimeError, TypeError) as exc:
         raise RunaiStreamerInvalidInputException(f"torch knows no device {device!r}: {exc}", option="device") from exc
-    return "cpu" if found.type == "cpu" else str(device)
+    return "cpu" if found.type == "cpu" else str(found)
 
 
 def homogeneous_paths(paths: Sequence[str]) -> bool:
