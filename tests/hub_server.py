@@ -168,14 +168,15 @@ class Hub:
         below = {name: data for name, data in files.items() if name.startswith(prefix)}
         if inside and not below:
             return _error(404, "EntryNotFound", f"{inside} does not exist on this revision")
+        recursive = query.get("recursive", ["false"])[0]
         folders = sorted({prefix + name[len(prefix) :].partition("/")[0] for name in below if "/" in name[len(prefix) :]})
         entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": name} for name in folders]
-        entries += [_entry(name, below[name]) for name in sorted(below) if "/" not in name[len(prefix) :]]
+        entries += [_entry(name, below[name]) for name in sorted(below) if recursive == "true" or "/" not in name[len(prefix) :]]
         start = int(query.get("cursor", ["0"])[0])
         headers = {"X-Repo-Commit": commit} if self._tells_commit else {}
         if start + self._page < len(entries):
             there = (self._next_host or self.endpoint) + path
-            headers["Link"] = f'<{there}?recursive=false&cursor={start + self._page}>; rel="next"'
+            headers["Link"] = f'<{there}?recursive={recursive}&cursor={start + self._page}>; rel="next"'
         return 200, headers, json.dumps(entries[start : start + self._page]).encode()
 
     def _resolve(self, commit: str, files: dict[str, bytes], inside: str) -> Reply:

@@ -139,6 +139,24 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
+@pytest.mark.parametrize("tells_commit", [True, False])
+def test_folders_below_are_walked_in_one_listing_and_pulled_by_pattern(tmp_path: Path, tells_commit: bool) -> None:
+    files = {f"sub/{i}/model.safetensors": bytes([i]) * 1000 for i in range(5)} | {"config.json": b"{}", "sub/x/y/z": b"z"}
+    with Hub({"org/repo": Repo(files)}, page=3, tells_commit=tells_commit) as hub:
+        found = folder(hub)
+        assert found.walk() == sorted(files)
+        pages = len(hub.api())
+        assert found.names() == ["config.json"]
+        with contextlib.closing(found.open("sub/3/model.safetensors")) as source:
+            assert read(source, 0, 1000) == bytes([3]) * 1000
+        assert found.sha256("sub/3/model.safetensors") is not None
+        assert len(hub.api()) == pages, "the listing told of folders, sizes and digests"
+        assert folder(hub, URL + "@main/sub/x").walk() == ["y/z"]
+        assert headrace.pull(folder(hub), tmp_path / "dst", include="sub/*/model.safetensors", exclude="sub/0/*").files == 4
+        assert (tmp_path / "dst/sub/4/model.safetensors").read_bytes() == bytes([4]) * 1000
+        assert not (tmp_path / "dst/config.json").exists()
+
+
 def test_one_tensor_is_loaded_from_one_file() -> None:
     contents = random_contents(100_000)
     with serving({"model.safetensors": serialize(contents)}) as hub:

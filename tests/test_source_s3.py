@@ -22,9 +22,11 @@ import pytest
 from checkpoints import Entry as TensorEntry
 from checkpoints import bytes_of, serialize
 from http_servers import free_port
+from typer.testing import CliRunner
 
 import headrace
 from headrace._options import S3Settings
+from headrace.cli import app
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError, SourcePermissionError
 from headrace.sources.base import Folder
 from headrace.sources.http import (
@@ -211,6 +213,37 @@ def test_listing_goes_on_beyond_a_page() -> None:
         assert len(store(server).folder("s3://models").list_keys()) == 2501
 
 
+def test_folders_below_a_prefix_are_pulled_by_pattern_and_its_siblings_are_not(tmp_path: Path) -> None:
+    with serving({"models": NESTED}) as server:
+        report = headrace.pull(
+            "s3://models/m", tmp_path / "some", credentials=keys(server), include=["sub/*"], exclude="*/deep/*"
+        )
+        assert (report.files, (tmp_path / "some/sub/b.bin").read_bytes()) == (1, b"bb")
+        headrace.pull("s3://models/m/", tmp_path / "all", credentials=keys(server))
+        pulled = {str(path.relative_to(tmp_path / "all")) for path in (tmp_path / "all").rglob("*") if path.is_file()}
+        assert {name for name in pulled if not name.startswith(".")} == {"a.safetensors", "empty", "sub/b.bin", "sub/deep/c"}
+        command = ["pull", "s3://models/m", str(tmp_path / "told"), "--include", "sub/deep/*"]
+        surroundings = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": server.url}
+        assert CliRunner(env=surroundings).invoke(app, command).exit_code == 0
+        assert (tmp_path / "told/sub/deep/c").read_bytes() == b"c"
+
+
+def test_keys_given_by_name_load_where_listing_is_not_allowed() -> None:
+    contents = {name: TensorEntry("U8", (10_000,), pattern(10_000)) for name in ("a", "b")}
+    files = {f"m/{name}.safetensors": serialize({name: entry}) for name, entry in contents.items()}
+    index = {
+        "m/model.safetensors.index.json": json.dumps({"weight_map": {name: f"{name}.safetensors" for name in contents}}).encode()
+    }
+    with serving({"models": files | index}, buckets={"models": Bucket(listable=False)}) as server:
+        found = headrace.load([f"s3://models/{key}" for key in files], credentials=keys(server))
+        assert {name: bytes_of(tensor) for name, tensor in found.items()} == {
+            name: entry.data for name, entry in contents.items()
+        }
+        assert [request.status for request in server.requests if request.status != 206] == []
+        error = error_of(AccessDeniedError, lambda: headrace.load("s3://models/m", credentials=keys(server)))
+        assert "s3:ListBucket" in error.hint
+
+
 def test_a_prefix_without_objects_is_not_found() -> None:
     with serving() as server:
         error = error_of(ObjectNotFoundError, store(server).folder("s3://models/n").names)
@@ -347,6 +380,21 @@ def test_a_bucket_in_another_region_is_asked_at_its_own_host() -> None:
             "models.s3.localhost",
             "models.localhost",
         ]
+
+
+def test_a_bucket_elsewhere_whose_keys_have_expired_is_found_with_new_ones() -> None:
+    tokens = ["token-number-one"]
+
+    def give() -> S3Credentials:
+        return keys(server, session_token=tokens[-1])
+
+    with serving(buckets={"models": Bucket(region="eu-central-1")}, require_token=tokens[-1]) as server:
+        shared = S3Store(give, access=QUICK)
+        tokens.append("token-number-two")
+        server.rotate(access_key=ACCESS_KEY, secret_key=SECRET, token=tokens[-1])
+        with contextlib.closing(shared.open("s3://models/m/a.bin", prefix_nbytes=KIB)) as source:
+            assert read(source, 0, len(DATA)) == DATA
+        assert [request.error for request in server.requests] == ["PermanentRedirect", "ExpiredToken", None, None]
 
 
 class _PlainPlace(Place):

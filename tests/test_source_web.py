@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -93,6 +94,30 @@ def test_a_single_file_is_found_without_an_index() -> None:
         folder = WebFolder(server.url_of("/m"), access=ACCESS)
         assert folder.names() == ["model.safetensors"]
         assert not wrong(headrace.load(folder), contents)
+
+
+def test_shards_in_folders_below_are_walked_opened_and_pulled(tmp_path: Path) -> None:
+    contents = random_contents(50_000, 60_000)
+    shards = {
+        "a.safetensors": serialize({"t000": contents["t000"]}),
+        "deep/er/b.safetensors": serialize({"t001": contents["t001"]}),
+    }
+    index = json.dumps({"weight_map": dict(zip(contents, shards, strict=True))}).encode()
+    with Server({f"/m/{name}": data for name, data in shards.items()} | {f"/m/{INDEX_NAME}": index}) as server:
+        folder = WebFolder(server.url_of("/m"), access=ACCESS)
+        assert folder.names() == ["a.safetensors", INDEX_NAME]
+        assert folder.walk() == ["a.safetensors", "deep/er/b.safetensors", INDEX_NAME]
+        assert WebFolder(server.url_of("/m"), ["x/y", "b"], access=ACCESS).walk() == ["b", "x/y"]
+        assert headrace.pull(folder, tmp_path / "dst").files == 3
+        assert (tmp_path / "dst/deep/er/b.safetensors").read_bytes() == shards["deep/er/b.safetensors"]
+        assert headrace.pull(folder, tmp_path / "part", include="deep/*").files == 1
+
+
+def test_an_index_that_leads_out_of_the_folder_pulls_nothing(tmp_path: Path) -> None:
+    index = json.dumps({"weight_map": {"t": "../../outside.safetensors"}}).encode()
+    with Server({f"/m/{INDEX_NAME}": index, "/outside.safetensors": b"x"}) as server:
+        error_of(FormatError, headrace.pull, WebFolder(server.url_of("/m"), access=ACCESS), tmp_path / "dst")
+        assert not (tmp_path / "outside.safetensors").exists()
 
 
 def test_given_names_are_not_asked_for() -> None:

@@ -179,6 +179,7 @@ class HubFolder:
         self._path = where.path
         self._hub = _Hub(where, token=token, endpoint=endpoint, access=access if access is not None else Access())
         self._folders: dict[str, dict[str, HubFile]] = {}
+        self._below: dict[str, HubFile] | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -197,6 +198,17 @@ class HubFolder:
             SourceError: any other failure.
         """
         return sorted(self._files(""))
+
+    def walk(self) -> list[str]:
+        """Files in it and in all folders below, sorted; one listing tells of all. Raises as `names`."""
+        with self._lock:
+            if self._below is None:
+                self._below = self._hub.list(self._path, self.url, recursive=True)
+                for folder in {name.rpartition("/")[0] for name in self._below}:
+                    inside = f"{folder}/" if folder else ""
+                    files = {name[len(inside) :]: file for name, file in self._below.items() if name.startswith(inside)}
+                    self._folders.setdefault(folder, {name: file for name, file in files.items() if "/" not in name})
+            return sorted(self._below)
 
     def sha256(self, name: str) -> str | None:
         """The hub's SHA-256 of a file in hexadecimal; None for files that are no LFS objects. Raises as `open`."""
@@ -266,26 +278,26 @@ class _Hub:
         with self._explained(url):
             return open_http(f"{self._endpoint}/{self._repo}/resolve/{self.commit}/{quote(path)}", access=self._access)
 
-    def list(self, path: str, url: str) -> dict[str, HubFile]:
-        """Files directly in a folder. The first listing pins the commit."""
+    def list(self, path: str, url: str, *, recursive: bool = False) -> dict[str, HubFile]:
+        """Files directly in a folder, or in it and below it. The first listing pins the commit."""
         if self.commit is None:
-            files, self.commit = self._list_at(self._revision, path, url)
+            files, self.commit = self._list_at(self._revision, path, url, recursive)
             if self.commit is not None:
                 return files
             self.commit = self._ask_commit(url)
-        return self._list_at(self.commit, path, url)[0]
+        return self._list_at(self.commit, path, url, recursive)[0]
 
-    def _list_at(self, revision: str, path: str, url: str) -> tuple[dict[str, HubFile], str | None]:
+    def _list_at(self, revision: str, path: str, url: str, recursive: bool) -> tuple[dict[str, HubFile], str | None]:
         """(files, the commit they were listed at); None where the hub does not tell, or it moved between two pages."""
         address = f"{self._endpoint}/api/models/{self._repo}/tree/{quote(revision, safe='')}"
         address += f"/{quote(path)}" if path else ""
         files: dict[str, HubFile] = {}
         commits: set[str | None] = set()
-        query: str | None = "recursive=false"
+        query: str | None = f"recursive={str(recursive).lower()}"
         for _ in range(_PAGES):
             with self._explained(url):
                 headers, body = fetch(f"{address}?{query}", access=self._access)
-            files |= _parse_page(body, path, url)
+            files |= _parse_page(body, path, url, recursive)
             commits.add(_commit_of(headers))
             query = _next_query(headers)
             if query is None:
@@ -392,7 +404,7 @@ def _next_query(headers: Headers) -> str | None:
     return None
 
 
-def _parse_page(body: bytes, path: str, url: str) -> dict[str, HubFile]:
+def _parse_page(body: bytes, path: str, url: str, recursive: bool) -> dict[str, HubFile]:
     entries = _parse_json(body, url)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise WrongAnswerError(f"cannot list {url}: the hub's answer is no listing", url=url)
@@ -403,7 +415,7 @@ def _parse_page(body: bytes, path: str, url: str) -> dict[str, HubFile]:
         if entry.get("type") != "file" or not isinstance(name, str) or not isinstance(size, int):
             continue
         name = name.removeprefix(prefix) if name.startswith(prefix) else ""
-        if name and "/" not in name:
+        if name and (recursive or "/" not in name):
             digest = lfs.get("oid") if isinstance(lfs, dict) else None
             known = isinstance(digest, str) and _SHA256.fullmatch(digest)
             files[name] = HubFile(size, digest if known else None)

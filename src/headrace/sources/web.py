@@ -61,6 +61,7 @@ class WebFolder:
         self._access = _following(access)
         self._names = None if names is None else sorted(names)
         self._index: bytes | None = None
+        self._below: set[str] = set()
 
     def names(self) -> list[str]:
         """The files directly inside, sorted, as far as they can be known.
@@ -72,6 +73,10 @@ class WebFolder:
         if self._names is None:
             self._names = self._find_names()
         return list(self._names)
+
+    def walk(self) -> list[str]:
+        """The files in it, and those in folders below that the index names, sorted. Raises as `names`."""
+        return sorted({*self.names(), *self._below})
 
     def open(self, name: str) -> ByteSource:
         """Open a file of the folder, a named one or any other. Raises as `open_web`."""
@@ -91,6 +96,7 @@ class WebFolder:
         except SourceNotFoundError as exc:
             return self._find_single(exc)
         named = _shards(self._index, url=f"{self.url}/{INDEX_NAME}")
+        self._below = {name for name in named if "/" in name}
         return sorted({INDEX_NAME, *(name for name in named if "/" not in name)})
 
     def _find_single(self, missing: SourceNotFoundError) -> list[str]:

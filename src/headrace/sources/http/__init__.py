@@ -38,7 +38,7 @@ from headrace.sources.http._failures import (
     public_url,
 )
 from headrace.sources.http._retry import Policy, Timing
-from headrace.sources.http._source import HttpSource, fetch, open_http
+from headrace.sources.http._source import HttpSource, fetch, fetch_head, open_http
 
 __all__ = [
     "Access",
@@ -73,6 +73,7 @@ __all__ = [
     "WrongEncodingError",
     "WrongRangeError",
     "fetch",
+    "fetch_head",
     "open_http",
     "parse_error_headers",
     "proxy_for",

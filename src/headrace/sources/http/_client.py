@@ -90,6 +90,7 @@ class Client:
     Args:
         url: http:// or https://; name and password in it are sent as basic authorization, unless `access` authorizes.
         access: how it is reached.
+        method: GET, or HEAD, whose answers have no body.
 
     Attributes:
         url: as it may be shown.
@@ -101,8 +102,9 @@ class Client:
         OptionError: a proxy or a file of CAs that cannot be used.
     """
 
-    def __init__(self, url: str, access: Access) -> None:
+    def __init__(self, url: str, access: Access, *, method: str = "GET") -> None:
         self.access = access
+        self.method = method
         self.url = public_url(url)
         self.version: Version | None = None
         self.traffic = Traffic()
@@ -255,7 +257,7 @@ class Client:
                 headers |= asked.version.precondition
         if ours:
             headers |= self._login | dict(self.access.headers)
-        return Request("GET", url, headers, (asked.start, asked.end) if asked is not None else None, refused)
+        return Request(self.method, url, headers, (asked.start, asked.end) if asked is not None else None, refused)
 
     def _redirect(self, answer: Answer, sent: Request) -> tuple[str, bool] | None:
         """Where the answer leads, if it does and we may follow."""
@@ -343,7 +345,10 @@ class Client:
                 self._prepare(connection, line, tries)
                 connection.send(_encoded(signed, line.endpoint))
                 self.count(requests=1)
-                return connection, line, connection.read_answer(watch), signed
+                answer = connection.read_answer(watch)
+                if signed.method == "HEAD":
+                    answer.expect_no_body()
+                return connection, line, answer, signed
             except BaseException as exc:
                 here.drop(connection)
                 connection.close()

@@ -72,6 +72,10 @@ class Answer:
         """Whether all of the body was read."""
         return self._finished or (self._left == 0 and not self._chunked)
 
+    def expect_no_body(self) -> None:
+        """Take the lengths in the head for those of another answer, as they are in one to HEAD."""
+        self._left, self._chunked = 0, False
+
     def receive_into(self, view: memoryview) -> int:
         """Receive some bytes of the body into `view`. Returns how many; 0 at the body's end."""
         self.finish()

@@ -14,17 +14,17 @@ import random
 import re
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from headrace.sources.http._failures import Failure, Headers
+from headrace.sources.http._failures import Failure, Headers, Kind
 
 _PROGRESS_NBYTES: Final = 64 << 10
 _DOUBTS: Final = 1  # how often an answer that is wrong is given another chance
-_REFRESHES: Final = 1  # how often credentials are renewed for one range without a success between
+_REFRESHES: Final = 1  # how often a range is asked for anew, for one kind of reason and without a success between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,8 @@ class Tries:
         self.refused = False  # the last try was refused because of its credentials
         self._policy, self._timing = policy, timing
         self._began = timing.clock()
-        self._failed = self._doubts = self._refreshes = 0
+        self._failed = self._doubts = 0
+        self._refreshes: Counter[Kind] = Counter()  # a bucket may be elsewhere, and its keys expire on the way there
 
     @property
     def left_s(self) -> float:
@@ -145,11 +146,12 @@ class Tries:
         """Seconds to wait before the next try; None if there should be none."""
         self.refused = failure.action == "refresh"
         if received_nbytes >= _PROGRESS_NBYTES:
-            self._failed = self._doubts = self._refreshes = 0
+            self._failed = self._doubts = 0
+            self._refreshes.clear()
         self._failed += 1
         self._doubts += failure.action == "doubt"
-        self._refreshes += failure.action == "refresh"
-        if failure.action == "fail" or self._doubts > _DOUBTS or self._refreshes > _REFRESHES:
+        self._refreshes[failure.kind] += failure.action == "refresh"
+        if failure.action == "fail" or self._doubts > _DOUBTS or self._refreshes[failure.kind] > _REFRESHES:
             if failure.kind == "deadline":
                 self.limit = f" in deadline_s={self._policy.deadline_s:g}"
             return None

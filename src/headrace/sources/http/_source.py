@@ -131,6 +131,24 @@ def open_http(url: str, *, access: Access | None = None, prefix_nbytes: int = PR
     return HttpSource(client, version=version, prefix=prefix)
 
 
+def fetch_head(url: str, *, access: Access | None = None) -> Headers:
+    """Ask for the headers of an object and none of its bytes (HEAD), with the same patience and credentials.
+
+    Raises:
+        SourceError: it cannot be reached or found.
+    """
+    client = Client(url, access if access is not None else Access(), method="HEAD")
+
+    def attempt(tries: Tries) -> Headers:
+        with client.asking(None, Patience(client, tries), tries) as answer:
+            return answer.headers
+
+    try:
+        return client.persist(attempt, doing="look at")
+    finally:
+        client.close()
+
+
 def fetch(url: str, *, access: Access | None = None, limit_nbytes: int = 64 << 20) -> tuple[Headers, bytes]:
     """Get a whole small document, such as a page of a listing, with the same patience, checks and credentials.
 
