@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import pickle
+import sys
 import threading
+import types
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -51,11 +54,13 @@ from headrace.errors import (
 )
 from headrace.sources.base import ByteSource, aligned_source, is_remote
 from headrace.sources.file import FileSource
+from headrace.sources.http import Headers
 from headrace.sources.memory import MemorySource
-from headrace.sources.s3 import S3Credentials
+from headrace.sources.s3 import S3Credentials, open_s3
+from headrace.sources.s3._store import parse_checksums
 from headrace.testing import AlignedSourceTests, Fault, FaultySource, Flip, Raise, SourceTests, nth_read, touches
+from headrace.testing.s3server import Bucket, LyingRange, Replaced, Rule, S3Server, Status
 from headrace.testing.s3server import Flip as ServerFlip
-from headrace.testing.s3server import LyingRange, Rule, S3Server
 from headrace.testing.sources import pattern, read
 
 BLOCK, HEAD = 16 * KIB, 8 * KIB
@@ -1069,12 +1074,90 @@ def test_flipped_bits_and_lying_ranges_are_found(bucket: Any, model: Model, rule
 
 def test_a_bucket_without_manifest_is_refused_or_read_unchecked(bucket: Any, model: Model) -> None:
     del bucket["models"][f"m/{MANIFEST_NAME}"]
-    with S3Server(bucket) as server:
+    with S3Server(bucket, buckets={"models": Bucket(checksum=None)}) as server:
         with pytest.raises(OptionError):
             headrace.load("s3://models/m", verify=True, credentials=keys_of(server))
         with headrace.stream("s3://models/m", verify="auto", credentials=keys_of(server)) as stream:
             assert not wrong(dict(stream), model.contents)
         assert len(stream.stats.degraded) == 2
+
+
+@pytest.mark.parametrize("algorithm", ["crc32", "sha1", "sha256", "crc32c", "crc64nvme"])
+def test_the_checksums_of_the_store_serve(bucket: Any, model: Model, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    del bucket["models"][f"m/{MANIFEST_NAME}"]
+    needs_crt = algorithm in ("crc32c", "crc64nvme")
+    how = {"buckets": {"models": Bucket(checksum=algorithm)}}
+    with S3Server(bucket, **how) as server:
+        if needs_crt:
+            with monkeypatch.context() as without:
+                without.setitem(sys.modules, "awscrt.checksums", None)
+                with pytest.raises(OptionError):
+                    headrace.load("s3://models/m", verify=True, credentials=keys_of(server))
+            play_crt(monkeypatch)
+        with headrace.stream("s3://models/m", verify=True, credentials=keys_of(server)) as stream:
+            assert not wrong(dict(stream), model.contents)
+        assert f"{algorithm} of the whole file, in order, from the store" in stream.stats.routes[0][2]
+        assert sum(request.method == "HEAD" for request in server.requests) >= 2
+    with S3Server(bucket, faults=[Rule(ServerFlip(at=12_345), key="*.safetensors", min_start=1)], **how) as server:
+        with pytest.raises(IntegrityError) as caught:
+            headrace.load("s3://models/m", verify=True, credentials=keys_of(server))
+        assert len(caught.value.expected or "") == {"crc32": 8, "crc32c": 8, "crc64nvme": 16, "sha1": 40, "sha256": 64}[algorithm]
+
+
+def play_crt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two functions of the AWS runtime, slowly."""
+    crt = types.ModuleType("awscrt.checksums")
+    for name, polynomial, bits in (("crc32c", 0x82F63B78, 32), ("crc64nvme", 0x9A6C9329AC4BC9B5, 64)):
+        ones, table = (1 << bits) - 1, []
+        for value in range(256):
+            for _ in range(8):
+                value = (value >> 1) ^ (polynomial if value & 1 else 0)
+            table.append(value)
+
+        def go_on(data: memoryview, previous: int = 0, *, ones: int = ones, table: list[int] = table) -> int:
+            value = previous ^ ones
+            for byte in data:
+                value = table[(value ^ byte) & 0xFF] ^ (value >> 8)
+            return value ^ ones
+
+        setattr(crt, name, go_on)
+    monkeypatch.setitem(sys.modules, "awscrt", types.ModuleType("awscrt"))
+    monkeypatch.setitem(sys.modules, "awscrt.checksums", crt)
+
+
+def test_checksums_of_parts_say_nothing_about_the_object() -> None:
+    crc = base64.b64encode(b"\0\1\2\3").decode()
+    assert parse_checksums(Headers([("x-amz-checksum-crc32", crc)])) == {"crc32": "00010203"}
+    assert parse_checksums(Headers([("x-amz-checksum-crc32", crc), ("x-amz-checksum-type", "FULL_OBJECT")]))
+    for headers in (
+        [("x-amz-checksum-crc32", crc), ("x-amz-checksum-type", "COMPOSITE")],
+        [("x-amz-checksum-crc32", f"{crc}-3")],
+        [("x-amz-checksum-sha256", crc)],
+        [("x-amz-checksum-sha256", "")],
+        [],
+    ):
+        assert parse_checksums(Headers(headers)) == {}
+
+
+def test_an_object_replaced_before_its_checksum_was_asked_for_is_found(bucket: Any) -> None:
+    with S3Server(bucket, faults=[Rule(Replaced(), method="HEAD", key="*.safetensors")]) as server:
+        source = open_s3("s3://models/m/model-00001-of-00002.safetensors", credentials=keys_of(server))
+        with pytest.raises(headrace.SourceChangedError):
+            digest_of(source)
+        source.close()
+
+
+def test_a_head_that_is_refused_is_an_error(bucket: Any) -> None:
+    del bucket["models"][f"m/{MANIFEST_NAME}"]
+    refusal = Rule(Status(403, "AccessDenied"), method="HEAD", key="*.safetensors")
+    with S3Server(bucket, faults=[refusal]) as server, pytest.raises(headrace.SourcePermissionError):
+        headrace.load("s3://models/m", verify=True, credentials=keys_of(server))
+
+
+def test_with_a_manifest_the_store_is_not_asked_for_checksums(bucket: Any) -> None:
+    with S3Server(bucket) as server:
+        headrace.load("s3://models/m", verify=True, credentials=keys_of(server))
+        assert not any(request.method == "HEAD" for request in server.requests)
 
 
 def test_opening_many_shards_reads_their_heads_only(bucket: Any) -> None:

@@ -13,6 +13,7 @@ is withheld waits for the end of the file. Nothing here knows where digests come
 from __future__ import annotations
 
 import hashlib
+import importlib
 import mmap
 import threading
 import zlib
@@ -45,24 +46,32 @@ class Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
-class _Crc32:
-    """zlib's CRC-32 in the manner of hashlib."""
+class _Crc:
+    """A checksum that goes on from the last value, in the manner of hashlib."""
 
-    def __init__(self) -> None:
+    def __init__(self, go_on: Callable[[memoryview, int], int], digits: int) -> None:
+        self._go_on, self._digits = go_on, digits
         self._value = 0
 
     def update(self, data: memoryview, /) -> None:
-        self._value = zlib.crc32(data, self._value)
+        self._value = self._go_on(data, self._value)
 
     def hexdigest(self) -> str:
-        return f"{self._value:08x}"
+        return f"{self._value:0{self._digits}x}"
 
 
-# Best first. crc32c and crc64nvme are not here: Python has nothing quick for them.
+def _of_crt(name: str, digits: int) -> Hasher:
+    """A checksum for which Python has nothing quick, by the AWS runtime. Raises ImportError where that is not installed."""
+    return _Crc(getattr(importlib.import_module("awscrt.checksums"), name), digits)
+
+
+# Best first.
 HASHERS: Final[dict[str, Callable[[], Hasher]]] = {
     "sha256": hashlib.sha256,
     "sha1": lambda: hashlib.sha1(usedforsecurity=False),
-    "crc32": _Crc32,
+    "crc64nvme": lambda: _of_crt("crc64nvme", 16),
+    "crc32c": lambda: _of_crt("crc32c", 8),
+    "crc32": lambda: _Crc(zlib.crc32, 8),
     "md5": lambda: hashlib.md5(usedforsecurity=False),
 }
 
@@ -82,16 +91,29 @@ class Digest:
     origin: str
 
 
-def digest_of(source: ByteSource) -> Digest | None:
-    """The whole-file digest that a source has by itself: `sha256` (the hub) or `checksums` ({algorithm: hexadecimal})."""
+def digest_of(source: ByteSource, *, ask: bool = True) -> Digest | None:
+    """The whole-file digest that a source has by itself: `sha256` (the hub) or `checksums` ({algorithm: hexadecimal}).
+
+    Args:
+        source: the file.
+        ask: whether to look at `checksums`, for which a store may have to be asked.
+    """
     sha256: object = getattr(source, "sha256", None)
     if isinstance(sha256, str):
         return Digest("sha256", sha256.lower(), "the hub")
-    checksums = getattr(source, "checksums", None) or {}
+    checksums = (getattr(source, "checksums", None) if ask else None) or {}
     for algorithm in HASHERS:
-        if isinstance(value := checksums.get(algorithm), str):
+        if isinstance(value := checksums.get(algorithm), str) and _is_available(algorithm):
             return Digest(algorithm, value.lower(), "the store")
     return None
+
+
+def _is_available(algorithm: str) -> bool:
+    try:
+        HASHERS[algorithm]()
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 # -- blocks that are read in part ------------------------------------------------------------------------------------------------

@@ -142,8 +142,8 @@ def against_manifest(source: ByteSource, name: str, manifest: Manifest, cache: B
             f"{source.url} has {source.nbytes} bytes, and {entry.cut.nbytes} according to {manifest.url}; fetch it again",
             url=source.url,
         )
-    digest = digest_of(source)
-    if digest is not None and digest.algorithm == "sha256" and digest.value != entry.sha256:
+    digest = digest_of(source, ask=False)
+    if digest is not None and digest.value != entry.sha256:
         error = IntegrityError(
             f"{source.url} has the SHA-256 {digest.value} according to {digest.origin}, and {entry.sha256} according to "
             f"{manifest.url}: they are about different versions of the file",

@@ -74,7 +74,7 @@ class Bucket:
         url = request.url
         if netloc != asked_at:  # the bucket has turned out to be elsewhere
             url, headers["Host"] = urlunsplit((scheme, netloc, path, query, "")), netloc
-        headers |= self._identity.sign(url, headers, region=region)
+        headers |= self._identity.sign(url, headers, region=region, method=request.method)
         return replace(request, url=url, headers=headers)
 
     def _parse_error(self, status: int, headers: Headers, body: bytes) -> StoreError:

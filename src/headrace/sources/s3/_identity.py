@@ -133,13 +133,14 @@ class Identity:
         fips, dualstack = (bool(self._configured(name)) for name in ("use_fips_endpoint", "use_dualstack_endpoint"))
         return Place(endpoint=self.given.endpoint or self._endpoint(), virtual=virtual, fips=fips, dualstack=dualstack)
 
-    def sign(self, url: str, headers: Mapping[str, str], *, region: str) -> dict[str, str]:
-        """Headers that sign a GET of this url.
+    def sign(self, url: str, headers: Mapping[str, str], *, region: str, method: str = "GET") -> dict[str, str]:
+        """Headers that sign a GET, or another request, of this url.
 
         Args:
             url: as it goes over the wire.
             headers: that will be sent; Host and those of x-amz- are signed.
             region: for which the signature counts.
+            method: of the request.
 
         Raises:
             CredentialsError: there are no keys, or they cannot be had.
@@ -148,7 +149,7 @@ class Identity:
             return {}
         keys = self._frozen()
         signed = {name: value for name, value in headers.items() if name.lower() == "host" or name.lower().startswith("x-amz-")}
-        request = _botocore("awsrequest").AWSRequest(method="GET", url=url, headers=signed)
+        request = _botocore("awsrequest").AWSRequest(method=method, url=url, headers=signed)
         signer = _botocore("auth").S3SigV4Auth(keys, "s3", region)
         canonical_request = signer.canonical_request
         signer.canonical_request = lambda request: _Unlogged(canonical_request(request))

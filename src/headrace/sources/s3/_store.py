@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Final
 
 from headrace._options import NetworkSettings, S3Settings
-from headrace.errors import OptionError, SourceError
+from headrace.errors import OptionError, SourceChangedError, SourceError
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
     Access,
+    Headers,
     HttpError,
     Traffic,
     UnsatisfiableError,
     Version,
     WrongAnswerError,
     fetch,
+    fetch_head,
     open_http,
 )
 from headrace.sources.memory import MemorySource
@@ -28,6 +32,7 @@ from headrace.sources.s3._identity import GiveCredentials, Identity, S3Credentia
 from headrace.sources.s3._listing import Entry, Page, is_marker, parse_page
 
 PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
+_CHECKSUMS: Final = {"sha256": 32, "sha1": 20, "crc64nvme": 8, "crc32": 4, "crc32c": 4}  # their lengths in bytes
 
 
 class S3Store:
@@ -109,6 +114,22 @@ class S3Source:
         self.version = source.version
         self._source, self._bucket, self._key = source, bucket, key
 
+    @cached_property
+    def checksums(self) -> dict[str, str]:
+        """The store's checksums of the whole object, {algorithm: hexadecimal}; empty where it tells none. Asked for once.
+
+        Raises:
+            SourceChangedError: the object is no longer the one that was opened.
+            SourceError: any other failure.
+        """
+        access = replace(self._bucket.access, headers={**self._bucket.access.headers, "x-amz-checksum-mode": "ENABLED"})
+        with self._bucket.explained(self._key):
+            headers = fetch_head(self._bucket.url(self._key), access=access)
+        changed = self.version.difference(Version.of(headers, self.nbytes)) if isinstance(self.version, Version) else ""
+        if changed:
+            raise SourceChangedError(f"{self.url} was replaced after it was opened ({changed})", url=self.url)
+        return parse_checksums(headers)
+
     @property
     def traffic(self) -> Traffic:
         """What was asked of the network so far, the opening included."""
@@ -135,6 +156,25 @@ class S3Source:
     def close(self) -> None:
         """End reads that are under way in other threads, with `SourceError`. May be called twice."""
         self._source.close()
+
+
+def parse_checksums(headers: Headers) -> dict[str, str]:
+    """The checksums in an answer that are of the whole object, in hexadecimal.
+
+    Those of multipart uploads may be of the parts' checksums instead (COMPOSITE); they say nothing about the bytes by themselves.
+    """
+    if (headers.get("x-amz-checksum-type") or "FULL_OBJECT").upper() != "FULL_OBJECT":
+        return {}
+    found = {}
+    for algorithm, nbytes in _CHECKSUMS.items():
+        text = headers.get(f"x-amz-checksum-{algorithm}") or ""
+        try:
+            value = base64.b64decode(text, validate=True)
+        except ValueError:  # "...-3": of three parts
+            continue
+        if len(value) == nbytes:
+            found[algorithm] = value.hex()
+    return found
 
 
 def _open_empty(bucket: Bucket, key: str) -> S3Source | None:
