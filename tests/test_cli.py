@@ -263,6 +263,7 @@ def test_load_of_an_empty_checkpoint(tmp_path: Path) -> None:
         (headrace.StreamError("went wrong"), 1),
         (headrace.PeerError("went wrong"), 1),
         (headrace.LoadError("went wrong"), 1),
+        (headrace.ModuleMismatchError("went wrong"), 1),
         (headrace.OptionError("went wrong", option="a"), 2),
         (OSError(28, "went wrong"), 1),
         (MemoryError("went wrong"), 1),
