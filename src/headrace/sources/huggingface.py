@@ -20,6 +20,8 @@ from urllib.parse import quote, unquote, urlsplit
 from headrace._options import HUB_ENDPOINT
 from headrace.errors import OptionError, SourceError
 from headrace.sources.http import (
+    INDEX_NBYTES,
+    PREFIX_NBYTES,
     Access,
     Headers,
     HttpError,
@@ -276,7 +278,9 @@ class _Hub:
     def open(self, path: str, url: str) -> HttpSource:
         """Open a file at the pinned commit; `url` names it in errors."""
         with self._explained(url):
-            return open_http(f"{self._endpoint}/{self._repo}/resolve/{self.commit}/{quote(path)}", access=self._access)
+            address = f"{self._endpoint}/{self._repo}/resolve/{self.commit}/{quote(path)}"
+            prefix_nbytes = INDEX_NBYTES if path.endswith(".index.json") else PREFIX_NBYTES
+            return open_http(address, access=self._access, prefix_nbytes=prefix_nbytes)
 
     def list(self, path: str, url: str, *, recursive: bool = False) -> dict[str, HubFile]:
         """Files directly in a folder, or in it and below it. The first listing pins the commit."""

@@ -38,9 +38,11 @@ from headrace.sources.http._failures import (
     public_url,
 )
 from headrace.sources.http._retry import Policy, Timing
-from headrace.sources.http._source import HttpSource, fetch, fetch_head, open_http
+from headrace.sources.http._source import INDEX_NBYTES, PREFIX_NBYTES, HttpSource, fetch, fetch_head, open_http
 
 __all__ = [
+    "INDEX_NBYTES",
+    "PREFIX_NBYTES",
     "Access",
     "Action",
     "AllowRedirect",

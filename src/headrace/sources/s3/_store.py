@@ -13,6 +13,7 @@ from headrace._options import NetworkSettings, S3Settings
 from headrace.errors import OptionError, SourceChangedError, SourceError
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
+    INDEX_NBYTES,
     Access,
     Headers,
     HttpError,
@@ -257,7 +258,8 @@ class S3Folder:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             url = join_url(self._bucket.name, key)
             raise ObjectNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
-        return self._store.open(join_url(self._bucket.name, key))
+        prefix_nbytes = INDEX_NBYTES if name.endswith(".index.json") else PREFIX_NBYTES
+        return self._store.open(join_url(self._bucket.name, key), prefix_nbytes=prefix_nbytes)
 
     def _pages(self, recursive: bool) -> Iterator[Page]:
         query = {"list-type": "2", "prefix": self._prefix, "encoding-type": "url"} | ({} if recursive else {"delimiter": "/"})
