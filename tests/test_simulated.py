@@ -990,6 +990,13 @@ class TestDevices:
         assert not runtime.violations()
         assert runtime.contexts() == {1}
 
+    def test_choosing_a_device_makes_its_context(self, cuda: Cuda, runtime: SimulatedRuntime) -> None:
+        assert runtime.contexts() == set()
+        cuda.SetDevice(2)
+        assert runtime.contexts() == {2}
+        assert in_thread(lambda: cuda.HostRegister(host().address, PAGE, 0)) == OK
+        assert len(runtime.violations()) == 1
+
     def test_a_program_on_device_0_need_not_choose(self, cuda: Cuda, runtime: SimulatedRuntime) -> None:
         cuda.device_memory(PAGE)
         assert in_thread(lambda: cuda.HostRegister(host().address, PAGE, 0)) == OK
@@ -1175,6 +1182,16 @@ class TestTimed:
             ends.append(end)
         cuda.DeviceSynchronize()
         assert max(self.elapsed_ms(cuda, start, end) for end in ends) >= 4 * MIB / 1e6
+
+    def test_copies_end_later_than_the_bus_is_free(self, cuda: Cuda, runtime: SimulatedRuntime, pinned: Host) -> None:
+        runtime.mode("timed", latency_s=0.01)
+        target, stream, start, end = cuda.device_memory(PAGE), cuda.stream(), cuda.event(0), cuda.event(0)
+        cuda.EventRecord(start, stream)
+        for _ in range(3):
+            cuda.MemcpyAsync(target, pinned.address, PAGE, H2D, stream)
+        cuda.EventRecord(end, stream)
+        cuda.EventSynchronize(end)
+        assert self.elapsed_ms(cuda, start, end) >= 10
 
     def test_bytes_arrive_and_waits_hold(self, cuda: Cuda, runtime: SimulatedRuntime, pinned: Host) -> None:
         runtime.mode("timed", bytes_per_s=1e9, latency_s=1e-4, jitter_s=1e-4)

@@ -187,7 +187,8 @@ struct CUstream_st {
     unsigned flags;
     int number;
     uint64_t queued, finished;
-    uint64_t last_due_ns;
+    uint64_t last_due_ns;  /* timed: when the last copy is off the bus, */
+    uint64_t last_done_ns; /* and when the last work that was carried out was done */
     struct work *head, *tail;
     bool running; /* its head is being carried out, by some thread without the lock */
     struct CUstream_st *next;

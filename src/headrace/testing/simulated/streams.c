@@ -119,6 +119,8 @@ size_t count_events(void) { return live_events; }
 
 /* Carrying out ---------------------------------------------------------------------------------------------------------------- */
 
+static uint64_t latest(uint64_t first, uint64_t second) { return first > second ? first : second; }
+
 static void free_work(struct work *work) {
     free(work->staged);
     free(work->spans);
@@ -128,12 +130,12 @@ static void free_work(struct work *work) {
 static void finish_head(cudaStream_t stream) {
     struct work *work = stream->head;
     stream->finished = work->number;
+    if (work->due_at_ns) stream->last_done_ns = work->due_at_ns;
     stream->head = work->next;
     if (!stream->head) stream->tail = NULL;
     if (work->kind == RECORD && work->event->generation == generation && work->event->reached < work->record) {
         work->event->reached = work->record;
-        uint64_t moment = stream->last_due_ns > work->queued_at_ns ? stream->last_due_ns : work->queued_at_ns;
-        work->event->reached_at_ns = mode == TIMED ? moment : now_ns();
+        work->event->reached_at_ns = mode == TIMED ? latest(work->queued_at_ns, stream->last_done_ns) : now_ns();
     }
     free_work(work);
 }
@@ -418,8 +420,6 @@ void wait_while_running(uintptr_t start, size_t nbytes) {
 
 /* The clock ------------------------------------------------------------------------------------------------------------------- */
 
-static uint64_t latest(uint64_t first, uint64_t second) { return first > second ? first : second; }
-
 static void set_due(cudaStream_t stream, struct work *work) {
     bool is_copy = work->kind == COPY && work->direction != cudaMemcpyDeviceToDevice;
     struct device *device = &devices[stream->device];
@@ -481,7 +481,7 @@ void set_mode(enum mode wanted) {
     if (wanted == TIMED && !clock_runs) clock_runs = !pthread_create(&clock_thread, NULL, run_clock, NULL);
 }
 
-/* Forgets all handles and all work, finished or not. */
+/* Forgets all handles and all work, finished or not; the devices are set up anew by the caller. */
 void forget_streams(void) {
     for (cudaStream_t stream = streams; stream; stream = stream->next) {
         while (stream->running) pthread_cond_wait(&changed, &lock);
@@ -497,6 +497,5 @@ void forget_streams(void) {
     streams = NULL;
     live_streams = live_events = 0;
     last_stream_number = 0;
-    for (int device = 0; device < MAX_DEVICES; device++) devices[device].null_stream = NULL;
     pthread_cond_broadcast(&changed);
 }
