@@ -19,7 +19,7 @@ _BAR_INCHES, _TITLE_INCHES, _WIDTH_INCHES = 0.27, 0.62, 10.5
 
 
 class Bar(NamedTuple):
-    """One way that ran. GB/s and CPU-s/GiB: the median, and the most and the least of all rounds."""
+    """One way that ran. GB/s and CPU-s/GiB, a busy caller's own left out: the median, and the most and the least of all rounds."""
 
     name: str
     role: str
@@ -62,7 +62,9 @@ def draw(data: Mapping[str, Any], path: Path, title: str, *, cpu: bool = False, 
             row[1].set_yticks([])
     axes[-1, 0].set_xlabel("GB/s, median (whisker: quickest round); dashed: the floor", fontsize=9)
     if cpu:
-        axes[-1, 1].set_xlabel("CPU-s/GiB of the client, median (whisker: least)", fontsize=9)
+        axes[-1, 1].set_xlabel(
+            "CPU-s/GiB of the client, median (whisker: least);\na busy caller's spinning is left out", fontsize=9
+        )
     figure.suptitle(f"{title}\n{data['machine']['summary']}", fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -85,7 +87,7 @@ def bar_of(name: str, way: Mapping[str, Any]) -> Bar | None:
     if not samples or way["skipped"]:
         return None
     seconds = [sample["seconds"] for sample in samples]
-    cpu = [sample["cpu_s"] / (sample["bytes"] / GIB) for sample in samples]
+    cpu = [max(0.0, sample["cpu_s"] - sample.get("spin_s", 0.0)) / (sample["bytes"] / GIB) for sample in samples]
     rate = samples[0]["bytes"] / 1e9
     label = f"{name}: {way['settings']}" if way["settings"] else name
     return Bar(label, way["way"]["role"], rate / median(seconds), rate / min(seconds), median(cpu), min(cpu))

@@ -27,7 +27,7 @@ def draw(data: Mapping[str, Any], path: Path, title: str, cases: Sequence[str]) 
         speed.plot(connections, [bar.rate for _, bar in line], **style)
         cpu.plot(connections, [bar.cpu for _, bar in line], **style)
     ticks = sorted({count for line in lines.values() for count, _ in line})
-    for axis, label in ((speed, "GB/s, median"), (cpu, "CPU-s/GiB of the client, median")):
+    for axis, label in ((speed, "GB/s, median"), (cpu, "CPU-s/GiB of the client, spinning left out, median")):
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
         axis.set_ylim(bottom=0)

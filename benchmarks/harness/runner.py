@@ -26,7 +26,7 @@ from harness import checkpoints, pagecache
 from harness.cases import Case, Way
 from harness.child import busy_s
 from harness.failures import FailedError
-from harness.targets import Target
+from harness.targets import FOREIGN, Target
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 180
@@ -230,8 +230,9 @@ def _wait_for_quiet() -> None:
 
 def run_child(job: Mapping[str, Any], environment: Mapping[str, str], interpreter: str) -> Sample:
     """Measure in a process of its own. Raises `FailedError` with the last line it said."""
+    unset = [word for name in FOREIGN for word in ("-u", name)]
     variables = [f"{key}={value}" for key, value in environment.items()]
-    command = ["env", *variables, interpreter, "-m", "harness.child", json.dumps(job)]
+    command = ["env", *unset, *variables, interpreter, "-m", "harness.child", json.dumps(job)]
     try:
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -14,6 +14,18 @@ from urllib.parse import quote, urlsplit
 
 RANGE_NBYTES = 8 << 20  # what headrace asks a network for, and what others get as their part or chunk size where they have one
 REGION = "us-east-1"
+FOREIGN = (  # variables for a person's own stores, which win over what is set here or do not go with it
+    "AWS_PROFILE",
+    "AWS_DEFAULT_PROFILE",
+    "AWS_SESSION_TOKEN",
+    "AWS_ENDPOINT_URL_S3",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+    "AZURE_STORAGE_ENDPOINT",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "no_proxy",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class Target:
         return f"{self.scheme}://{self.bucket}/{key}"
 
     def environment(self) -> dict[str, str]:
-        """Variables for a client. What the person at this machine has set up for their own stores is out of sight."""
+        """Variables for a client, which needs those in `FOREIGN` out of its sight."""
         trust = {"AWS_CA_BUNDLE": self.ca} if self.ca else {}
         own = {
             "s3": {
