@@ -19,7 +19,7 @@ _BAR_INCHES, _TITLE_INCHES, _WIDTH_INCHES = 0.27, 0.62, 10.5
 
 
 class Bar(NamedTuple):
-    """One way that ran. GB/s and CPU-s/GiB, a busy caller's own left out: the median, and the most and the least of all rounds."""
+    """One way that ran. GB/s, and CPU-s/GiB without a busy caller's own: the median, and the most or the least of all rounds."""
 
     name: str
     role: str
