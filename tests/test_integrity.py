@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import mmap
 import pickle
 import sys
 import threading
@@ -266,7 +267,7 @@ def test_reads_are_whole_blocks_where_they_are_verified(chunk: int, block: int, 
 
 
 def test_planned_reads_end_at_blocks(tmp_path: Path) -> None:
-    data = serialize(random_contents(5 * MIB, 3 * MIB, 100))
+    data = serialize(random_contents(300_000, 9 * MIB, 100))
     (tmp_path / NAME).write_bytes(data)
     plan = headrace.plan(tmp_path, verify=manifest_for({NAME: data}, block=MIB))
     for span in plan.spans:
@@ -415,7 +416,9 @@ def test_the_head_is_kept() -> None:
     source = known(behind, DATA, BlockCache(0))
     for _ in range(3):
         read(source, 0, 100)
-    assert behind.read_count == 1
+        read(source, BLOCK, BLOCK)
+        read(source, 3 * BLOCK + 1, 1)
+    assert sum(call.offset == 0 for call in behind.calls) == 1
 
 
 def test_the_cache_keeps_no_more_than_it_may() -> None:
@@ -566,6 +569,24 @@ def test_abilities_are_those_of_the_source_behind(tmp_path: Path) -> None:
     assert (ability.kind, ability.verified, ability.block_nbytes) == ("file", "blocks", BLOCK)
     assert aligned_source(known(MemorySource(DATA), DATA)) is None
     disk.close()
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("at", [HEAD, 2 * BLOCK + 1, len(DATA) - 1])
+def test_direct_reads_are_checked_where_they_land(tmp_path: Path, kind: Any, at: int) -> None:
+    (tmp_path / "f").write_bytes(flipped(DATA, at))
+    source = kind(FileSource(tmp_path / "f", direct_io="on"), DATA)
+    with mmap.mmap(-1, 6 * BLOCK) as memory:
+        view = memoryview(memory)
+        with pytest.raises(IntegrityError):
+            source.read_direct_into(0, view[: -(-len(DATA) // PAGE) * PAGE])
+        if kind is known:
+            source.read_direct_into(3 * BLOCK + PAGE, view[: 2 * PAGE])
+            assert view[: 2 * PAGE] == DATA[3 * BLOCK + PAGE :][: 2 * PAGE]
+            with pytest.raises(IntegrityError):
+                source.read_direct_into(at // PAGE * PAGE, view[:PAGE])
+        view.release()
+    source.close()
 
 
 def test_no_direct_reads_where_blocks_do_not_begin_at_their_units(tmp_path: Path) -> None:
