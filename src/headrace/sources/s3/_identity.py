@@ -7,8 +7,10 @@ fetched anew, files and environment included. No secret is kept anywhere but in 
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -78,6 +80,31 @@ class _Unlogged(str):
 
     def __str__(self) -> str:
         return "REDACTED"
+
+
+class _Discretion(logging.Filter):
+    """Drops what botocore says at DEBUG about the secrets that it fetches for us, on the thread where it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._here = threading.local()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Drop it here and now."""
+        before = getattr(self._here, "is_on", False)
+        self._here.is_on = True
+        try:
+            yield
+        finally:
+            self._here.is_on = before
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.DEBUG or not getattr(self._here, "is_on", False)
+
+
+_TALKATIVE: Final = ("auth", "endpoint", "hooks", "parsers", "retryhandler", "retries.standard")  # they log bodies and tokens
+_discretion: Final = _Discretion()
 
 
 class Identity:
@@ -194,6 +221,8 @@ class Identity:
 
     def _open_session(self) -> Any:
         if self._session is None:
+            for name in _TALKATIVE:
+                logging.getLogger(f"botocore.{name}").addFilter(_discretion)  # once, however often
             self._session = _botocore("session").Session(profile=self.given.profile)
         return self._session
 
@@ -217,11 +246,20 @@ class Identity:
     def _asked(self, ask: Callable[[], Any]) -> Any:
         """What botocore answers; what it raises becomes ours here."""
         try:
-            return ask()
+            with _discretion.kept():
+                return ask()
         except (SourceError, OptionError):
             raise
-        except _botocore("exceptions").BotoCoreError as exc:
-            kwargs = getattr(exc, "kwargs", {})
-            # What a credential_process prints may be a secret.
-            said = f"{kwargs['provider']} failed" if "error_msg" in kwargs and "provider" in kwargs else str(exc)
-            raise CredentialsError(f"cannot get AWS credentials: {type(exc).__name__}: {said}") from None
+        except Exception as exc:  # noqa: BLE001 - of botocore, of what it reads and of whom it asks: there is no common class
+            raise CredentialsError(f"cannot get AWS credentials: {type(exc).__name__}{_said(exc)}") from None
+
+
+def _said(exc: Exception) -> str:
+    """What an exception says, as far as it may be shown: what a process prints, and what cannot be parsed, may be a secret."""
+    exceptions = _botocore("exceptions")
+    if isinstance(exc, OSError):
+        return f": {exc.strerror}: {exc.filename}" if exc.filename else f": {exc.strerror}"
+    if not isinstance(exc, (exceptions.BotoCoreError, exceptions.ClientError)):
+        return ""
+    kwargs = getattr(exc, "kwargs", {})
+    return f": {kwargs['provider']} failed" if "error_msg" in kwargs and "provider" in kwargs else f": {exc}"
