@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,30 @@ def test_progress_counts_up_to_the_whole_on_the_calling_thread(written: Path) ->
 def _interrupt(snapshot: headrace.VerifyProgress) -> None:
     if snapshot.nbytes:
         raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_reads_that_are_stuck(written: Path) -> None:
+    class Stuck(FileSource):
+        """Falls silent after the head, until it is closed."""
+
+        ended = threading.Event()
+
+        def read_into(self, offset: int, buffer: memoryview) -> None:
+            if offset:
+                self.ended.wait()
+                raise headrace.SourceError("closed", url=self.url)
+            super().read_into(offset, buffer)
+
+        def close(self) -> None:
+            self.ended.set()
+            super().close()
+
+    class Folder(FaultyFolder):
+        def open(self, name: str) -> ByteSource:
+            return Stuck(written / name, direct_io="off") if name == BIG else super().open(name)
+
+    with pytest.raises(KeyboardInterrupt):
+        headrace.verify(Folder(written, {}), progress=_interrupt)
 
 
 # -- stores ----------------------------------------------------------------------------------------------------------------------
