@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headrace._dtypes import DTYPES
-from headrace.devices.cpu import CpuTarget, torch_form
+from headrace.devices.cpu import CpuTarget
+from headrace.devices.tensors import torch_form
 from headrace.errors import OptionError
 
 TARGET = CpuTarget()

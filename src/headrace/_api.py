@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from headrace._options import Options, resolve
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
-from headrace._request import Into, Order, Ownership, Rename, Request, read_at_once
+from headrace._request import Into, Order, Ownership, Rename, Request, name_of_device, read_at_once
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
@@ -33,8 +33,11 @@ from headrace.sources.base import Folder
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from headrace._engine import Engine
+    from headrace._peers import Peers
+    from headrace.devices.base import Device
 
 
 def open(
@@ -109,7 +112,7 @@ def open_sharded(
 def plan(
     url: Location,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | Device = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -130,11 +133,10 @@ def plan(
     Raises:
         As `open`, and TensorNotFoundError for a name that fits nothing.
     """
-    resolved = _resolved(url, options, overrides)
-    _check_device(device)
+    resolved = _resolved(url, options, overrides, device)
     checkpoint = open_location(url, resolved, credentials, verify=verify)
     try:
-        return Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved).plan()
+        return Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device).plan()
     finally:
         if checkpoint is not url:
             checkpoint.close()
@@ -143,7 +145,7 @@ def plan(
 def stream(
     url: Location,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | Device = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -152,6 +154,7 @@ def stream(
     rename: Rename | None = None,
     ownership: Ownership = "leased",
     order: Order = "ready",
+    group: dist.ProcessGroup | bool | None = None,
     progress: Callable[[Snapshot], None] | None = None,
     verify: Verify = None,
     credentials: object = None,
@@ -165,7 +168,7 @@ def stream(
 
     Args:
         url: as for `open`; also an open `Checkpoint`, which stays open.
-        device: where the tensors go. Today "cpu".
+        device: where the tensors go: "cpu", "cuda" (the current GPU), "cuda:1", a torch.device, or a `Device` of one's own.
         names: which tensors: a name or glob, several of them, or a predicate that takes a `TensorInfo`. None: all.
         slices: {name: index} with numpy's meaning (integers, slices with any step, '...'); only what is needed is read,
             or a range that covers it where that is cheaper.
@@ -180,6 +183,10 @@ def stream(
         ownership: "leased": tensors share recycled memory, safely. "copied": each tensor has memory of its own, of its size.
             "borrowed": a tensor may be used until the next one has been taken; keeping one longer raises `StreamError`.
         order: "ready" hands tensors out as they come in, "file" in the order of shards and offsets.
+        group: ranks of torch.distributed that load together, each byte read by one of them and sent to the others: a process
+            group, or True for the default one. All of them call this, with the same arguments but for `slices`, and take
+            tensors at about the same pace: the slowest sets it. Slices are read by each rank for itself. None: no rank talks
+            to another. See docs/distributed.md.
         progress: called with a `Snapshot` while the load goes on, on the thread that iterates.
         verify: as for `open`. A tensor is handed out when all blocks of the file that it lies in were checked. Where only the
             digest of a whole file is known, that of the file's last tensor waits for it, and all of the file is read.
@@ -190,28 +197,31 @@ def stream(
         An iterator and context manager. Leaving it, in whatever way, stops the readers and gives everything back.
 
     Raises:
-        As `open`, at once; while iterating SourceError and its kinds for what cannot be read, `LoadError` where `into` was given.
+        As `open`, at once. PeerError: another rank failed, stopped early, or gave other arguments. While iterating SourceError
+        and its kinds for what cannot be read, `LoadError` where `into` was given.
 
     Example:
         >>> with headrace.stream("models/minilm", dtype="bfloat16") as tensors:
         ...     for name, tensor in tensors:
         ...         model.get_parameter(name).data.copy_(tensor)
     """
-    resolved = _resolved(url, options, overrides)
+    resolved = _resolved(url, options, overrides, device)
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
-    _check_device(device)
-    checkpoint = open_location(url, resolved, credentials, verify=verify)
-    close = checkpoint.close if checkpoint is not url else None
-    try:
-        request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved)
-        return TensorStream(
-            request.engine(into=into, rename=rename, ownership=ownership, order=order, progress=progress, on_stop=close)
-        )
-    except BaseException:
-        if close is not None:
-            close()
-        raise
+    with _gathered(group, resolved) as peers:
+        checkpoint = open_location(url, resolved, credentials, verify=verify)
+        close = checkpoint.close if checkpoint is not url else None
+        try:
+            request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
+            return TensorStream(
+                request.engine(
+                    into=into, rename=rename, ownership=ownership, order=order, progress=progress, on_stop=close, peers=peers
+                )
+            )
+        except BaseException:
+            if close is not None:
+                close()
+            raise
 
 
 def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -472,13 +482,32 @@ def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] 
     return Path(place.url, MANIFEST_NAME)
 
 
-def _resolved(url: Location, options: Options | None, overrides: dict[str, Any]) -> Options:
+@contextmanager
+def _gathered(group: object, options: Options) -> Iterator[Peers | None]:
+    """The ranks that load together; None where there is one. They are told if what follows fails."""
+    if group is None or group is False:
+        yield None
+        return
+    from headrace._peers import Peers
+
+    peers = Peers(group, options.peer_timeout_s)
+    if peers.size == 1:
+        yield None
+        return
+    try:
+        yield peers
+    except BaseException as exc:
+        peers.give_up(exc)
+        raise
+
+
+def _resolved(url: Location, options: Options | None, overrides: dict[str, Any], device: object = None) -> Options:
     """The options of one call. An open checkpoint has asked the environment already."""
     if isinstance(url, Checkpoint):
         resolved = (url.options if options is None else _over(url.options, options)).merged(overrides)
     else:
         resolved = resolve(options, overrides)
-    _refuse_unavailable(resolved)
+    _refuse_unavailable(resolved, device)
     return resolved
 
 
@@ -486,19 +515,13 @@ def _over(base: Options, options: Options) -> Options:
     return base.merged({name: getattr(options, name) for name in Options.__dataclass_fields__})
 
 
-def _refuse_unavailable(options: Options) -> None:
+def _refuse_unavailable(options: Options, device: object) -> None:
     """What cannot be done is refused where it was demanded, and said once where it was merely wished for."""
-    for name in ("pin", "in_place", "gds"):
-        asked = getattr(options, name)
-        if asked == "require":
-            raise OptionError(
-                f"{name}='require': this version loads to host memory only, where there is no such thing", option=name
-            )
-
-
-def _check_device(device: object) -> None:
-    if str(device) != "cpu":
-        raise OptionError(f"device {str(device)!r} is not supported yet; load to 'cpu' and move the tensors", option="device")
+    if device is not None and name_of_device(device) == "cpu" and options.pin == "require":
+        raise OptionError("pin='require': this load goes to host memory, which is not page-locked", option="pin")
+    for name in ("in_place", "gds"):
+        if getattr(options, name) == "require":
+            raise OptionError(f"{name}='require': this version has no such route", option=name)
 
 
 def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:

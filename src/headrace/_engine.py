@@ -174,7 +174,7 @@ class Engine:
             raise StreamError(
                 "this stream was opened before a fork, and its readers stayed with the parent; open one in the child"
             )
-        if not self._threads:
+        if not self._threads and self.plan.reads:
             self._caller_waits, self._turn = True, turn
             self._reader()
         tick = _TICK_S if self.job.on_progress else None
@@ -253,14 +253,13 @@ class Engine:
     def _reader(self) -> None:
         filling = None
         try:
+            filling = self.landing.filling()
             while (read := self._next_ticket()) is not None:
-                filling = filling or self.landing.filling()
-                self._finish(read, filling.fill(read))
+                hops = filling.fill(read)
+                if hops is not None:
+                    self.finish(read, hops)
         except BaseException as exc:  # noqa: BLE001 - handed to the caller's thread, which raises it
-            _let_go_of_memory(exc)
-            with self._state:
-                self._errors.append(exc)
-                self._state.notify_all()
+            self.fail(exc)
         finally:
             if filling is not None:
                 filling.close()  # the traceback of an error outlives this call, and this frame with it
@@ -300,7 +299,14 @@ class Engine:
         self.progress.memory_wait_s += time.perf_counter() - began
         return True
 
-    def _finish(self, read: Read, hops: Hops) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Hand an error to the caller's thread, which raises it."""
+        _let_go_of_memory(error)
+        with self._state:
+            self._errors.append(error)
+            self._state.notify_all()
+
+    def finish(self, read: Read, hops: Hops) -> None:
         """Count a read, and announce its span when it was the last one."""
         index = read.span
         with self._state:
@@ -323,6 +329,7 @@ class Engine:
         progress = self.progress
         progress.read_nbytes += read.nbytes
         if hops is not IN_PLACE:
+            progress.read_nbytes -= hops.received_nbytes
             progress.direct_nbytes += hops.direct_nbytes
             progress.copied_nbytes += hops.copied_nbytes
         if read.copy is not None and read.copy.source != read.copy.target:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace._addresses import Owner, bytes_of, move, owner_at, owner_of
-from headrace._filling import Filler, Hops, SpanMemory
+from headrace._filling import Filler, Hops, SpanMemory, landing_nbytes
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress
 from headrace._staging import Pool
@@ -28,8 +28,12 @@ Maker = Callable[[int, int], list[Any]]
 class Filling(Protocol):
     """Carries out reads, one at a time. Every reader has its own."""
 
-    def fill(self, read: Read) -> Hops:
-        """Read, and do all that has to be done so that the bytes get to their place. Raises what the source raises."""
+    def fill(self, read: Read) -> Hops | None:
+        """Read, and do all that has to be done so that the bytes get to their place. Raises what the source raises.
+
+        Returns:
+            The way they took; None where somebody else reports to the engine when the read is finished.
+        """
 
     def close(self) -> None:
         """Let go of memory; the traceback of an error may keep this object for long."""
@@ -59,6 +63,13 @@ class Landing(Protocol):
 
     def provide(self, index: int, span: Span) -> bool:
         """Memory for a span; False where the limit does not allow it now. One thread at a time, in the order of the spans."""
+
+    def memory_of(self, read: Read, *, touch: bool = False) -> list[memoryview]:
+        """Where a read lands, in host memory that was provided: one piece, or one for each tensor of its span.
+
+        Args:
+            touch: fault the memory in first, since others will write to it.
+        """
 
     def wait(self) -> None:
         """Sleep until memory may have come back, or `wake` is called."""
@@ -134,6 +145,12 @@ class HostLanding:
             return False
         self._memory[index] = SpanMemory(lease, [bytes_of(lease.owner)])
         return True
+
+    def memory_of(self, read: Read, *, touch: bool = False) -> list[memoryview]:
+        memory, end = self._memory[read.span], read.position + landing_nbytes(read)
+        if touch and memory.lease is not None:
+            memory.lease.populate(read.position, end)
+        return memory.views if len(memory.views) > 1 else [memory.views[0][read.position : end]]
 
     def wait(self) -> None:
         self._pool.wait()

@@ -8,11 +8,27 @@ from functools import lru_cache
 
 from headrace._machine import available_cpus, available_memory
 from headrace._options import Options
-from headrace._plan import CHUNK_NBYTES, MIB, Limits, NodeLimits, SourceAbilities
+from headrace._plan import (
+    CHUNK_NBYTES,
+    KIB,
+    MIB,
+    PAGE,
+    SLOT_SLACK_NBYTES,
+    STAGED_CHUNK_NBYTES,
+    Limits,
+    NodeLimits,
+    SourceAbilities,
+    Staging,
+)
 from headrace.sources.base import ByteSource, aligned_source, is_remote
 
 NETWORK_CHUNK_NBYTES = 8 * MIB  # a request's overhead is small against it, and 16 in flight fill a fast link
 _NETWORK_CONCURRENCY = 16
+
+_MOST_STAGED = 512 * MIB  # page-locked memory is taken from everybody
+_LEAST_SLOT = MIB
+_IN_FLIGHT = 3  # slots on their way to the device while every reader fills one
+_LEAST_AHEAD_ON_DEVICE, _MOST_AHEAD_ON_DEVICE = 256 * MIB, 1024 * MIB
 
 _MOST_AHEAD = 512 * MIB
 _LEAST_AHEAD = 64 * MIB
@@ -72,6 +88,30 @@ def share_of_node(limits: Limits, ranks: int, *, unlimited: bool = False) -> Lim
     memory_limit = limits.memory_limit if unlimited else limits.memory_limit // ranks
     node = NodeLimits(ranks, limits.concurrency, None if unlimited else limits.memory_limit)
     return replace(limits, concurrency=max(1, limits.concurrency // ranks), memory_limit=memory_limit, node=node)
+
+
+def resolve_staging(options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int) -> Limits:
+    """Limits of a load to a device: the ring in host memory, and how far the device's memory runs ahead of the caller.
+
+    `memory_limit` bounds both, each for itself.
+
+    Args:
+        As of `resolve_limits`.
+    """
+    given = options.memory_limit if options.memory_limit is not None and options.memory_limit >= 0 else None
+    most = _MOST_STAGED if given is None else given
+    longest = NETWORK_CHUNK_NBYTES if any(ability.kind == "network" for ability in abilities) else STAGED_CHUNK_NBYTES
+    longest = max(longest, *(ability.block_nbytes for ability in abilities), 0)
+    chunk = max(_LEAST_SLOT, min(longest, most // 8 // PAGE * PAGE))
+    chunk = min(chunk, max(64 * KIB, -(-nbytes // PAGE) * PAGE))
+    readers = options.concurrency or _automatic_concurrency(abilities)
+    slot_nbytes = chunk + SLOT_SLACK_NBYTES
+    slots = max(2, min(readers + _IN_FLIGHT, most // slot_nbytes))
+    ahead = given
+    if ahead is None:
+        ahead = max(_LEAST_AHEAD_ON_DEVICE, min(_MOST_AHEAD_ON_DEVICE, sum(largest) + MIB))
+    staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", options.cast_at or "auto")
+    return Limits(min(readers, slots - 1), slots * slot_nbytes, staging)
 
 
 def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int]) -> int:

@@ -5,9 +5,10 @@
 The unit of work is the chunk, never the tensor: one read spans many small tensors, a large tensor spans many reads. The
 engine carries the tables out in order and decides nothing that is decided here.
 
-A span is filled in one of two ways. Straight: its memory is an image of the file, the bytes are read where they stay. By
-way of a slot: a reader reads into a small buffer of its own and copies out of it while it is hot in cache, converting or
-thinning out on the way.
+On the host a span is filled in one of two ways. Straight: its memory is an image of the file, the bytes are read where they
+stay. By way of a slot: a reader reads into a small buffer of its own and copies out of it while it is hot in cache, converting
+or thinning out on the way. For a device with memory of its own (`Limits.staging`) every read fills a slot of a ring, and one
+copy carries that to the span's memory.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
+from headrace._dtypes import DTYPES
+
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
 LARGE_NBYTES = 32 * MIB  # what is read into place of this length or more leaves the cache anyway: chunks are twice as long
 CHUNK_NBYTES = 4 * MIB  # page cache: three of them fit the L3 cache, 35 GB/s where 16 MiB reach 24 (docs/design.md, 3.3)
+STAGED_CHUNK_NBYTES = 16 * MIB  # to a device: one copy is near the bus's peak from 4 MiB on (docs/device.md)
+STAGED_SPAN_NBYTES = 64 * MIB  # device memory that tensors may share
+SLOT_SLACK_NBYTES = 128 * KIB  # beside a chunk: the rest of its first and last block, or a tail that is not worth a copy
+ALIGNED_NBYTES, ALIGNMENT = 4 * KIB, 16  # device tensors from this size on begin at multiples of 16: vector loads need it
 SMALL_NBYTES = 256 * KIB  # below it tensors live apart from larger ones: who keeps only norms and scales keeps only those
 
 
@@ -48,6 +55,29 @@ class SourceAbilities:
 
 
 @dataclass(frozen=True, slots=True)
+class Staging:
+    """Resolved limits of the way to a device with memory of its own.
+
+    Attributes:
+        slots, slot_nbytes: the ring of host memory that all bytes pass through.
+        ahead_nbytes: device memory of spans that the caller has not been given yet; one span is always granted.
+        pin: whether the ring is page-locked: 'off', 'auto' or 'require'.
+        cast_at: where dtypes are converted: 'auto', 'host' or 'device'.
+    """
+
+    slots: int
+    slot_nbytes: int
+    ahead_nbytes: int
+    pin: str = "auto"
+    cast_at: str = "auto"
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes that one copy carries, as a rule."""
+        return self.slot_nbytes - SLOT_SLACK_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLimits:
     """What the processes of a node may have under way together. `memory_limit` None: as much as each of them reads."""
 
@@ -62,15 +92,18 @@ class NodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resolved limits of a load: reads in flight, and host bytes read ahead of the caller."""
+    """Resolved limits of a load: reads in flight, and host bytes read ahead of the caller. `staging` for devices only."""
 
     concurrency: int
     memory_limit: int
+    staging: Staging | None = None
     node: NodeLimits | None = None
 
     @property
     def span_nbytes(self) -> int:
         """Bytes that small tensors may share: a quarter of the limit, so that several spans are under way."""
+        if self.staging is not None:
+            return max(SMALL_NBYTES, min(STAGED_SPAN_NBYTES, self.staging.ahead_nbytes // 4))
         return max(SMALL_NBYTES, min(CHUNK_NBYTES - PAGE, self.memory_limit // 4))
 
 
@@ -134,6 +167,9 @@ class Span:
         lead: unused bytes in front, so that addresses and offsets are congruent modulo a page (direct I/O).
         given: the memory is the caller's, one tensor at a time, and not the engine's.
         mapped: the memory is the mapped file itself; nothing is read.
+        cast: (source, target) dtypes of a conversion on the device, once all bytes are there; `nbytes` and the reads' positions
+            are those of the source then, the tensors' positions those of the target.
+        misaligned: rows of tensors whose address would not suit them; they are copied to memory of their own on the device.
     """
 
     shard: int
@@ -146,6 +182,13 @@ class Span:
     lead: int = 0
     given: bool = False
     mapped: bool = False
+    cast: tuple[str, str] | None = None
+    misaligned: tuple[int, ...] = ()
+
+    @property
+    def cast_nbytes(self) -> int:
+        """Bytes of memory that a conversion on the device fills; 0 where there is none."""
+        return 0 if self.cast is None else self.nbytes // DTYPES[self.cast[0]].itemsize * DTYPES[self.cast[1]].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +227,7 @@ class Plan:
         read_nbytes: bytes that will be read.
         mapped_nbytes: bytes of tensors that are views of a mapped file.
         left_alone: (tensor, reason) for tensors that a blanket dtype does not touch.
+        device: where the tensors go.
     """
 
     tensors: Tensors
@@ -195,6 +239,7 @@ class Plan:
     read_nbytes: int
     mapped_nbytes: int = 0
     left_alone: tuple[tuple[str, str], ...] = ()
+    device: str = "cpu"
 
     @property
     def surplus_nbytes(self) -> int:
@@ -203,7 +248,7 @@ class Plan:
 
     @property
     def memory_nbytes(self) -> int:
-        """Host memory that all tensors take together, in bytes."""
+        """Memory that all tensors take together, in bytes."""
         return sum(self.tensors.nbytes)
 
     def __str__(self) -> str:
@@ -226,9 +271,10 @@ def _explain(plan: Plan) -> Iterator[str]:
     if plan.mapped_nbytes:
         yield f"mapped   {format_nbytes(plan.mapped_nbytes)} of tensors are views of their files; nothing of them is read ahead"
     yield f"memory   {format_nbytes(plan.memory_nbytes)} of tensors in {spans}; at most {bound} ahead of the caller"
-    casts = sum(source != target for source, target in zip(plan.tensors.sources, plan.tensors.dtypes, strict=True))
-    if casts:
-        yield f"casts    {casts:,} tensors, in the reader threads while the bytes are hot in cache"
+    if plan.limits.staging is not None:
+        yield from _explain_staging(plan, plan.limits.staging)
+    for count, place in _cast_places(plan):
+        yield f"casts    {count:,} tensors, {place}"
     if plan.left_alone:
         yield f"kept     {len(plan.left_alone):,} tensors keep their dtype: {_first(plan.left_alone)}"
     for (route, reason), group in groupby(sorted(plan.routes, key=lambda r: r[1:]), key=lambda r: r[1:]):
@@ -236,7 +282,29 @@ def _explain(plan: Plan) -> Iterator[str]:
         yield f"route    {route}: {reason} ({_shortened(urls)})"
 
 
+def _explain_staging(plan: Plan, staging: Staging) -> Iterator[str]:
+    pinned = {"off": "not page-locked (pin='off')", "auto": "page-locked if it can be", "require": "page-locked"}[staging.pin]
+    ring = f"{staging.slots:,} slots of {format_nbytes(staging.slot_nbytes)}"
+    yield f"staging  {ring} in host memory, {pinned}; one copy per read to {plan.device}"
+    misaligned = sum(len(span.misaligned) for span in plan.spans)
+    if misaligned:
+        yield f"aligned  {misaligned:,} tensors are copied once more on the device, to addresses that suit their dtypes"
+
+
+def _cast_places(plan: Plan) -> Iterator[tuple[int, str]]:
+    """(how many tensors are converted, where and why)"""
+    on_device = sum(span.last - span.first for span in plan.spans if span.cast is not None)
+    casts = sum(source != target for source, target in zip(plan.tensors.sources, plan.tensors.dtypes, strict=True))
+    if casts > on_device:
+        less = "; fewer bytes cross the bus" if plan.limits.staging is not None else ""
+        yield casts - on_device, f"in the reader threads while the bytes are hot in cache{less}"
+    if on_device:
+        yield on_device, "on the device, a run of neighbours at a time"
+
+
 def _bound(plan: Plan) -> int:
+    if plan.limits.staging is not None:
+        return max(plan.limits.staging.ahead_nbytes, max((max(span.nbytes, span.cast_nbytes) for span in plan.spans), default=0))
     return max(plan.limits.memory_limit, max((span.nbytes for span in plan.spans), default=0))
 
 

@@ -15,7 +15,23 @@ from typing import NamedTuple, TypeVar
 
 from headrace._dtypes import DTYPES
 from headrace._header import Header
-from headrace._plan import KIB, LARGE_NBYTES, PAGE, SMALL_NBYTES, Copy, Limits, Plan, Read, Route, SourceAbilities, Span, Tensors
+from headrace._plan import (
+    ALIGNED_NBYTES,
+    ALIGNMENT,
+    KIB,
+    LARGE_NBYTES,
+    PAGE,
+    SLOT_SLACK_NBYTES,
+    SMALL_NBYTES,
+    Copy,
+    Limits,
+    Plan,
+    Read,
+    Route,
+    SourceAbilities,
+    Span,
+    Tensors,
+)
 from headrace._slices import Cut, Index, cut_slice, slice_shape
 from headrace.errors import OptionError
 
@@ -32,6 +48,7 @@ def make_plan(
     slices: Mapping[str, Index] | None = None,
     given: frozenset[str] | None = None,
     left_alone: Sequence[tuple[str, str]] = (),
+    device: str = "cpu",
 ) -> Plan:
     """Plan the load of the chosen rows.
 
@@ -44,6 +61,7 @@ def make_plan(
         slices: {tensor name: index}; tensors that are not chosen are ignored.
         given: names of tensors whose memory the caller provides; None for none of them.
         left_alone: passed on to the plan.
+        device: where the tensors go; `limits.staging` says that it has memory of its own.
 
     Raises:
         OptionError: a slice that does not fit its tensor.
@@ -52,7 +70,7 @@ def make_plan(
     for shard, (header, rows, ability) in enumerate(zip(headers, chosen, abilities, strict=True)):
         draft.add_shard(shard, header, rows, ability, casts[shard] if casts else {})
     routes = tuple(
-        Route(header.url, *choose_route(ability, len(header.names if rows is None else rows)))
+        Route(header.url, *choose_route(ability, len(header.names if rows is None else rows), device))
         for header, rows, ability in zip(headers, chosen, abilities, strict=True)
     )
     read_nbytes = sum(read.nbytes for read in draft.reads)
@@ -66,14 +84,15 @@ def make_plan(
         read_nbytes=read_nbytes,
         mapped_nbytes=draft.mapped_nbytes,
         left_alone=tuple(left_alone),
+        device=device,
     )
 
 
-def choose_route(ability: SourceAbilities, count: int) -> tuple[str, str]:
-    """(route, reason) of a shard's bytes to host memory."""
+def choose_route(ability: SourceAbilities, count: int, device: str = "cpu") -> tuple[str, str]:
+    """(route, reason) of a shard's bytes to host memory, or to a device."""
     if not count:
         return "none", "no tensor of this shard is wanted"
-    route, reason = _choose_route(ability)
+    route, reason = _choose_route(ability) if device == "cpu" else ("staged", _staged_from(ability, device))
     return route, f"{reason}; verified: {ability.verified}" if ability.verified else reason
 
 
@@ -87,6 +106,26 @@ def _choose_route(ability: SourceAbilities) -> tuple[str, str]:
     if ability.cached:
         return "straight", "in the page cache: read into the tensors' memory"
     return "straight", "not in the page cache: read past it, into the tensors' memory"
+
+
+def _staged_from(ability: SourceAbilities, device: str) -> str:
+    if ability.kind == "memory":
+        place = "copied out of memory into"
+    elif ability.kind == "network":
+        place = "ranges are received into"
+    else:
+        place = "in the page cache: read into" if ability.cached else "not in the page cache: read past it, into"
+    return f"{place} a ring in host memory, and copied from there to {device}"
+
+
+def cast_on_device(source: str, target: str, cast_at: str) -> bool:
+    """Whether a conversion runs on the device rather than in the slot on the host.
+
+    A narrowing one runs on the host: fewer bytes cross the bus then. All others send what is in the file.
+    """
+    if cast_at == "auto":
+        return DTYPES[target].itemsize >= DTYPES[source].itemsize
+    return cast_at == "device"
 
 
 class _Run(NamedTuple):
@@ -131,6 +170,7 @@ class _ShardPlanner:
     ) -> None:
         self.draft, self.shard, self.ability, self.casts = draft, shard, ability, casts
         self.aligned = header.aligned
+        self.staging = draft.limits.staging
         self.contiguous = rows is None
         self.rows: Sequence[int] = range(len(header.names)) if rows is None else rows
         self.names = _chosen(header.names, rows)
@@ -143,7 +183,15 @@ class _ShardPlanner:
     # -- runs: neighbours of one kind ------------------------------------------------------------------------------------------
 
     def size_runs(self) -> Iterator[tuple[_Run, int, int]]:
-        """Runs of small and of large tensors. The common case, and the only one that has to be quick per tensor."""
+        """Runs of small and of large tensors. The common case, and the only one that has to be quick per tensor.
+
+        On a device small and large ones share memory: a checkpoint of quantized experts has a scale beside each weight, and a
+        copy for each of them would cost more than what a caller holds on to who keeps only scales.
+        """
+        if self.staging is not None:
+            if self.sizes:
+                yield _Run("straight"), 0, len(self.sizes)
+            return
         large = [i for i, nbytes in enumerate(self.sizes) if nbytes >= SMALL_NBYTES]
         at = 0
         for _, group in groupby(enumerate(large), key=lambda pair: pair[1] - pair[0]):
@@ -168,11 +216,14 @@ class _ShardPlanner:
         target = self.casts.get(self.rows[i], self.dtypes[i])
         if name in self.draft.slices:
             return _Run("slice", self.dtypes[i], target, own, serial=i)
+        if self.staging is not None and target == self.dtypes[i]:
+            return _Run("straight", given=own)
         widening = DTYPES[target].itemsize / DTYPES[self.dtypes[i]].itemsize
-        size = "small" if self.sizes[i] * widening < SMALL_NBYTES else "large"
+        size = "small" if self.sizes[i] * widening < SMALL_NBYTES and self.staging is None else "large"
         if target != self.dtypes[i]:
             # F16: torch's vector and scalar code differ in the payloads of NaNs, so that a neighbour would change a tensor's bits
-            alone = own or self.dtypes[i] == "F16"
+            on_device = self.staging is not None and cast_on_device(self.dtypes[i], target, self.staging.cast_at)
+            alone = own or (self.dtypes[i] == "F16" and not on_device)
             return _Run("cast", self.dtypes[i], target, own, size, i if alone else -1)
         return _Run("straight", given=own, size=size, serial=i if own and size == "large" else -1)
 
@@ -187,10 +238,11 @@ class _ShardPlanner:
         if run.kind == "cast":  # what is converted leaves no gap, and what widens needs its room in memory
             wide, narrow = DTYPES[run.source].itemsize, DTYPES[run.target].itemsize
             gap, most = 0, min(most, most * wide // narrow)
-        for begin, end in self._split(first, last, gap, most, aligned=self.aligned or run.kind == "cast"):
+        aligned = self.aligned or run.kind == "cast" or self.staging is not None
+        for begin, end in self._split(first, last, gap, most, aligned=aligned):
             if run.kind == "cast":
                 self._add_cast(run, begin, end)
-            elif run.given and end - begin == 1:
+            elif run.given and (end - begin == 1 or self.staging is not None):
                 self._add_image(begin, end, given=True)
             elif run.given:
                 self._add_scatter(begin, end)
@@ -233,9 +285,10 @@ class _ShardPlanner:
     def _add_image(self, first: int, last: int, *, given: bool) -> None:
         """Straight: memory is an image of the file. Addresses and file offsets agree modulo a page unless that would misalign."""
         start, end = self.starts[first], max(self.starts[first], self.ends[last - 1])
-        congruent = not given and self._is_aligned(first, last)
+        congruent = not given and self.staging is None and self._is_aligned(first, last)
         lead = start % PAGE if congruent else 0
-        self._record(first, last, self.sizes[first:last], [at - start + lead for at in self.starts[first:last]])
+        positions = [at - start + lead for at in self.starts[first:last]]
+        self._record(first, last, self.sizes[first:last], positions)
         self._close_span(
             first,
             last,
@@ -244,7 +297,23 @@ class _ShardPlanner:
             offset=start if congruent else None,
             lead=lead,
             given=given,
+            misaligned=self._misaligned(first, positions) if self.staging is not None and not given else (),
         )
+
+    def _misaligned(self, first: int, positions: Sequence[int]) -> tuple[int, ...]:
+        """Which tensors of a span, counted from its first, lie where they should not on a device.
+
+        An element lies at a multiple of its width, and what is worth a vector load at a multiple of 16.
+        """
+        if not any(position % ALIGNMENT for position in positions):
+            return ()
+        found = []
+        for i, position in enumerate(positions):
+            row = first + i
+            unit = ALIGNMENT if self.sizes[row] >= ALIGNED_NBYTES else DTYPES[self.dtypes[row]].itemsize
+            if position % unit and self.sizes[row]:
+                found.append(i)
+        return tuple(found)
 
     def _add_mapped(self, first: int, last: int) -> None:
         """Views of the file where it lies. The span's memory is the whole mapping."""
@@ -258,14 +327,37 @@ class _ShardPlanner:
         """Chunks of a contiguous range. Inner boundaries are page boundaries of the file, for direct reads into place; what is
         copied is cut at multiples of the chunk's length instead, where torch's vector code goes on without a remainder."""
         wide, narrow = itemsizes
-        chunk, unit = read_unit(self.ability, end - start) if copy is None else (self.ability.chunk_nbytes, 0)
+        chunk, unit, tail = self._read_unit(end - start, copy, wide, narrow)
         at = start
         while at < end:
-            stop = min(end, at + chunk)
+            stop = min(end, at + chunk) if end - at > chunk + tail else end
             if stop < end and unit:
                 stop -= stop % unit
             yield Read(self.shard, at, stop - at, len(self.draft.spans), position + (at - start) // wide * narrow, copy=copy)
             at = stop
+
+    def _read_unit(self, nbytes: int, copy: Copy | None, wide: int, narrow: int) -> tuple[int, int, int]:
+        """(length of a read, what its inner boundaries are multiples of, bytes that the last one may be longer)"""
+        if self.staging is None:
+            chunk, unit = read_unit(self.ability, nbytes) if copy is None else (self.ability.chunk_nbytes, 0)
+            return chunk, unit, 0
+        chunk = self.staging.chunk_nbytes if self.ability.kind != "network" else self._thin_chunk()
+        if copy is not None:  # what is converted fills the slot
+            return max(PAGE, chunk * wide // narrow // PAGE * PAGE), 0, 0
+        if 0 < (block := self.ability.block_nbytes) <= chunk:
+            return chunk // block * block, block, 0
+        return chunk, PAGE, SLOT_SLACK_NBYTES // 2
+
+    def _thin_chunk(self, widening: int = 1) -> int:
+        """The most that is read at once where a part of it is copied on, and becomes that many times longer."""
+        if self.staging is None:
+            return self.ability.chunk_nbytes
+        return min(self.ability.chunk_nbytes, self.staging.chunk_nbytes) // widening
+
+    def _is_cast_on_device(self, run: _Run) -> bool:
+        if self.staging is None or run.source == run.target:
+            return False
+        return cast_on_device(run.source, run.target, self.staging.cast_at)
 
     def _add_cast(self, run: _Run, first: int, last: int) -> None:
         """One copy converts a whole run: the elements follow each other in the file and in memory alike."""
@@ -274,6 +366,10 @@ class _ShardPlanner:
         sizes = [nbytes // wide * narrow for nbytes in self.sizes[first:last]]
         positions = [(at - start) // wide * narrow for at in self.starts[first:last]]
         self._record(first, last, sizes, positions, target=run.target)
+        if self._is_cast_on_device(run):
+            reads, cast = self._image_reads(start, end, 0), (run.source, run.target)
+            self._close_span(first, last, reads, nbytes=end - start, offset=None, given=False, cast=cast)
+            return
         reads = self._image_reads(start, end, 0, Copy(run.source, run.target), (wide, narrow))
         self._close_span(first, last, reads, nbytes=sum(sizes), offset=None, given=run.given)
 
@@ -286,13 +382,15 @@ class _ShardPlanner:
 
     def _add_slice(self, run: _Run, i: int) -> None:
         dtype, target = DTYPES[run.source], DTYPES[run.target]
+        cast = (run.source, run.target) if self._is_cast_on_device(run) else None
+        widening = max(1, target.itemsize // dtype.itemsize) if cast is None else 1
         index = self.draft.slices[self.names[i]]
         try:
             cuts, shape = cut_slice(
                 self.shapes[i],
                 index,
                 bits=dtype.bits,
-                slot_nbytes=self.ability.chunk_nbytes,
+                slot_nbytes=self._thin_chunk(widening),
                 pieces_from_nbytes=pieces_from(self.ability, self.shapes[i], index),
             )
         except (IndexError, TypeError, ValueError) as exc:
@@ -304,13 +402,15 @@ class _ShardPlanner:
             return
         nbytes = math.prod(shape) * target.bits // 8
         self._record(i, i + 1, [nbytes], [0], target=run.target, shape=shape, wanted=wanted)
-        reads = [read for cut in cuts for read in self._cut_reads(cut, self.starts[i], run)]
-        self._close_span(i, i + 1, reads, nbytes=nbytes, offset=None, given=run.given)
+        host = run if cast is None else run._replace(target=run.source)
+        reads = [read for cut in cuts for read in self._cut_reads(cut, self.starts[i], host)]
+        size = nbytes if cast is None else wanted
+        self._close_span(i, i + 1, reads, nbytes=size, offset=None, given=run.given, cast=cast)
 
     def _add_row_slice(self, i: int, cut: Cut, shape: tuple[int, ...], *, given: bool) -> None:
         """A contiguous slice is a smaller tensor."""
         start = self.starts[i] + cut.offset
-        congruent = not given and start % DTYPES[self.dtypes[i]].itemsize == 0
+        congruent = not given and self.staging is None and start % DTYPES[self.dtypes[i]].itemsize == 0
         lead = start % PAGE if congruent else 0
         self._record(i, i + 1, [cut.nbytes], [lead], shape=shape, wanted=cut.nbytes)
         reads = self._image_reads(start, start + cut.nbytes, lead)
@@ -324,13 +424,13 @@ class _ShardPlanner:
             yield Read(self.shard, offset, cut.nbytes, span, position, copy=copy)
             return
         convert = Copy(run.source, run.target) if run.source != run.target else None
-        piece = cut.nbytes // cut.pieces
-        if cut.pieces == 1 or piece > self.ability.chunk_nbytes:
+        piece, chunk = cut.nbytes // cut.pieces, self._thin_chunk(max(1, narrow // wide))
+        if cut.pieces == 1 or piece > chunk:
             for k in range(cut.pieces):
                 begin, at = offset + k * cut.stride, position + k * piece // wide * narrow
                 yield from self._image_reads(begin, begin + piece, at, convert, (wide, narrow))
             return
-        group = self.ability.chunk_nbytes // piece
+        group = chunk // piece
         for k in range(0, cut.pieces, group):
             count = min(group, cut.pieces - k)
             at = position + k * piece // wide * narrow
@@ -370,12 +470,16 @@ class _ShardPlanner:
         lead: int = 0,
         given: bool,
         mapped: bool = False,
+        cast: tuple[str, str] | None = None,
+        misaligned: tuple[int, ...] = (),
     ) -> None:
         draft = self.draft
         first_read, count = len(draft.reads), len(draft.tensors)
         draft.reads += reads
+        begin = count - (last - first)
+        rows = tuple(begin + i for i in misaligned)
         draft.spans.append(
-            Span(self.shard, count - (last - first), count, first_read, len(draft.reads), nbytes, offset, lead, given, mapped)
+            Span(self.shard, begin, count, first_read, len(draft.reads), nbytes, offset, lead, given, mapped, cast, rows)
         )
 
 

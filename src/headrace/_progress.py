@@ -29,7 +29,14 @@ class Snapshot:
         memory_wait_s: how long readers waited for memory, that is, for the caller.
         caller_s: how long the caller kept the iterator waiting between tensors.
         peak_nbytes: most host memory the load held at once for tensors and staging, in bytes.
+        device: where the tensors go.
+        staging_nbytes: host memory that bytes pass through on their way to a device; part of `peak_nbytes`.
+        pinned: whether all of it that was used is page-locked; None where there is none. `pinned_how`: how, or why not.
+        device_copies, sent_nbytes: copies from the host to the device, and their bytes.
+        device_peak_nbytes: most device memory of tensors that had not been handed out yet.
         kept_nbytes: memory of tensors that the caller still held when the load had to go on without it.
+        rank, ranks: this rank, and how many load together; `read_nbytes` counts what this one read.
+        from_peers_nbytes, to_peers_nbytes: bytes that came from other ranks, and bytes that went to them.
         concurrency, memory_limit: what was chosen, where the caller left it open.
         node_share: where processes of a node share budgets, which part of which these two are, in words; else empty.
         requests: GETs sent for the shards, their opening included; 0 for what is no network.
@@ -58,6 +65,10 @@ class Snapshot:
     caller_s: float = 0.0
     peak_nbytes: int = 0
     kept_nbytes: int = 0
+    rank: int = 0
+    ranks: int = 1
+    from_peers_nbytes: int = 0
+    to_peers_nbytes: int = 0
     concurrency: int = 0
     memory_limit: int = 0
     routes: tuple[tuple[str, str, str], ...] = ()
@@ -71,6 +82,13 @@ class Snapshot:
     hedged: int = 0
     hedged_nbytes: int = 0
     received_nbytes: int = 0
+    device: str = "cpu"
+    staging_nbytes: int = 0
+    pinned: bool | None = None
+    pinned_how: str = ""
+    device_copies: int = 0
+    sent_nbytes: int = 0
+    device_peak_nbytes: int = 0
 
     @property
     def rate(self) -> float:
@@ -110,6 +128,17 @@ class Progress:
     caller_s: float = 0.0
     peak_nbytes: int = 0
     kept_nbytes: int = 0
+    rank: int = 0
+    ranks: int = 1
+    from_peers_nbytes: int = 0
+    to_peers_nbytes: int = 0
+    device: str = "cpu"
+    staging_nbytes: int = 0
+    pinned: bool | None = None
+    pinned_how: str = ""
+    device_copies: int = 0
+    sent_nbytes: int = 0
+    device_peak_nbytes: int = 0
     degraded: list[str] = field(default_factory=list)
     count_verified: Callable[[], int] = int
     node_share: str = ""

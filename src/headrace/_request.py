@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from headrace._checkpoint import Checkpoint
 from headrace._dtypes import DTYPES
 from headrace._header import TensorInfo
-from headrace._integrity import VerifiedSource
+from headrace._integrity import LearnedBlocks, VerifiedSource
 from headrace._interpreter import gc_paused, switching_fast
-from headrace._limits import abilities_of, resolve_limits
+from headrace._limits import abilities_of, resolve_limits, resolve_staging
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, Plan, SourceAbilities
-from headrace._planner import make_plan
+from headrace._planner import cast_on_device, make_plan
 from headrace._progress import Progress, Snapshot
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
 from headrace._slices import Index, cut_slice, slice_shape
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
     import torch
 
     from headrace._engine import Engine
-    from headrace.devices.base import Destination, HostTarget
+    from headrace._exchange import GroupLanding
+    from headrace._peers import Peers
+    from headrace._landing import HostLanding
+    from headrace._pipeline import DeviceLanding
+    from headrace.devices.base import Destination, Device, HostTarget
 
 Into: TypeAlias = "Mapping[str, torch.Tensor] | Callable[[TensorInfo], torch.Tensor | None]"
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
@@ -45,19 +50,33 @@ class Request:
     """What a caller asked for, against an open checkpoint."""
 
     def __init__(
-        self, checkpoint: Checkpoint, names: Names, slices: Mapping[str, Index] | None, rule: DTypeRule, options: Options
+        self,
+        checkpoint: Checkpoint,
+        names: Names,
+        slices: Mapping[str, Index] | None,
+        rule: DTypeRule,
+        options: Options,
+        device: object = "cpu",
     ) -> None:
-        self.checkpoint, self.rule, self.options = checkpoint, rule, options
+        self.checkpoint, self.rule, self.options, self.device = checkpoint, rule, options, device
+        self.device_name = name_of_device(device)
         self.slices = dict(slices or {})
         for name in self.slices:
             checkpoint[name]  # raises for a name that does not exist
         with gc_paused.held():
             self.chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
         self.unmapped: list[str] = []
-        self.mappings = self._map_files() if options.mmap in ("auto", "require") else {}
+        if options.mmap == "require" and self.device_name != "cpu":
+            raise OptionError(f"mmap='require' hands out host memory, and this load goes to {self.device_name}", option="mmap")
+        self.mappings = self._map_files() if options.mmap in ("auto", "require") and self.device_name == "cpu" else {}
 
-    def plan(self, *, given: Mapping[str, str] | None = None) -> Plan:
-        """The plan. `given`: dtypes of the destinations, for the tensors whose memory the caller provides."""
+    def plan(self, *, given: Mapping[str, str] | None = None, uncast: Collection[str] = ()) -> Plan:
+        """The plan.
+
+        Args:
+            given: dtypes of the destinations, for the tensors whose memory the caller provides.
+            uncast: names of tensors that are not converted, since their values are copied into a destination's later.
+        """
         headers, where = self.checkpoint.headers, self.checkpoint.where
         abilities = [
             abilities_of(source, mapped=shard in self.mappings, network_chunk_nbytes=self.options.network_chunk_nbytes)
@@ -66,9 +85,13 @@ class Request:
             for shard, (source, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True))
         ]
         nbytes = sum(header.nbytes for header in headers)
-        limits = resolve_limits(self.options, abilities, largest=self.checkpoint.largest, nbytes=nbytes)
+        resolve = resolve_limits if self.device_name == "cpu" else resolve_staging
+        limits = resolve(self.options, abilities, largest=self.checkpoint.largest, nbytes=nbytes)
         with gc_paused.held():
             casts, left_alone = choose_casts(self.rule, headers, self.chosen, where)
+            for name in uncast:
+                shard, row = where[name]
+                casts[shard].pop(row, None)
             for name, dtype in (given or {}).items():
                 shard, row = where[name]
                 casts[shard].pop(row, None)
@@ -83,6 +106,7 @@ class Request:
                 slices=self.slices,
                 given=frozenset(given) if given else None,
                 left_alone=left_alone,
+                device=self.device_name,
             )
 
     def _map_files(self) -> dict[int, memoryview]:
@@ -110,33 +134,31 @@ class Request:
         order: Order,
         progress: Callable[[Snapshot], None] | None,
         on_stop: Callable[[], None] | None,
+        peers: Peers | None = None,
     ) -> Engine:
-        """The engine for this request, ready to run."""
-        from headrace._engine import Engine, Job
-        from headrace._landing import HostLanding  # these two import torch
-        from headrace.devices.cpu import CpuTarget
+        """The engine for this request, ready to run. `peers`: the ranks that load together; making it is collective."""
+        from headrace._engine import Engine, Job  # imports torch
 
         if ownership != "leased" and self.mappings:
             raise OptionError(
                 f"mmap hands out views of the file, which cannot be {ownership}; leave one of the two out", option="mmap"
             )
-        target = CpuTarget()
+        target = self._open_device()
         destinations = self._destinations(into, target) if into is not None else {}
-        given = {name: destination.dtype for name, destination in destinations.items() if destination.memory is not None}
-        plan = self.plan(given=given)
+        given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
+        plan = self.plan(given=given, uncast=destinations.keys() - given.keys())
         sources = self.checkpoint.sources
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
         counters = _new_progress(plan, degraded, sources)
         counters.count_traffic = _traffic_counter(sources, opened_here=on_stop is not None)
         _withhold_last(plan, sources)
-        landing = HostLanding(
-            plan, sources, target, counters, ownership=ownership, destinations=destinations, mappings=self.mappings
-        )
+        landing = self._landing(plan, target, counters, ownership, destinations)
+        shared = self._share(peers, landing, plan, counters) if peers is not None else None
         job = Job(
             plan=plan,
             sources=sources,
-            landing=landing,
+            landing=shared or landing,
             into_given=bool(destinations),
             order=order,
             rename=_renaming(rename),
@@ -144,9 +166,68 @@ class Request:
             on_stop=on_stop,
             demands_direct=self.options.direct_io == "on",
         )
-        return Engine(job, counters)
+        engine = Engine(job, counters)
+        if shared is not None:
+            shared.report_to(engine)
+        return engine
 
-    def _destinations(self, into: Into, target: HostTarget) -> dict[str, Destination]:
+    def _open_device(self) -> HostTarget | Device:
+        from headrace.devices.cpu import CpuTarget  # these import torch
+
+        if self.device_name == "cpu":
+            return CpuTarget()
+        if is_device(self.device):
+            return cast("Device", self.device)
+        from headrace.devices.cuda import open_device
+
+        device = open_device(int(self.device_name[5:]) if ":" in self.device_name else None)
+        self.device_name = device.name
+        return device
+
+    def _is_written_to(self, name: str, destination: Destination) -> bool:
+        """Whether bytes go straight into a destination; else its values are copied in."""
+        if self.device_name == "cpu":
+            return destination.memory is not None
+        source = self.checkpoint[name].dtype
+        converts_there = destination.dtype != source and cast_on_device(source, destination.dtype, self.options.cast_at or "auto")
+        return destination.address is not None and not converts_there
+
+    def _landing(
+        self,
+        plan: Plan,
+        target: HostTarget | Device,
+        counters: Progress,
+        ownership: Ownership,
+        destinations: Mapping[str, Destination],
+    ) -> HostLanding | DeviceLanding:
+        from headrace._landing import HostLanding
+        from headrace._pipeline import DeviceLanding
+        from headrace.devices.cpu import CpuTarget
+
+        sources = self.checkpoint.sources
+        if isinstance(target, CpuTarget):
+            return HostLanding(
+                plan, sources, target, counters, ownership=ownership, destinations=destinations, mappings=self.mappings
+            )
+        device = cast("Device", target)
+        return DeviceLanding(plan, sources, device, CpuTarget(), counters, ownership=ownership, destinations=destinations)
+
+    def _share(self, peers: Peers, landing: HostLanding | DeviceLanding, plan: Plan, counters: Progress) -> GroupLanding:
+        from headrace._exchange import join_group
+        from headrace._landing import HostLanding
+
+        if not isinstance(landing, HostLanding):
+            raise OptionError(f"group= loads to host memory only, and this load goes to {self.device_name}", option="group")
+        if self.mappings:
+            raise OptionError("mmap leaves nothing to share with a group; leave one of the two out", option="mmap")
+        ledgers = [source.ledger for source in self.checkpoint.sources if isinstance(source, VerifiedSource)]
+        if any(isinstance(ledger, LearnedBlocks) for ledger in ledgers):
+            reason = "a group can verify by a manifest only: by a whole file's digest each rank would have to read all of it"
+            raise OptionError(f"{reason}; write one with `headrace verify --write`", option="verify")
+        policy = self.options.partition or "chunks"
+        return join_group(peers, landing, plan, self.checkpoint.sources, self.slices, policy, counters)
+
+    def _destinations(self, into: Into, target: HostTarget | Device) -> dict[str, Destination]:
         found: dict[str, Destination] = {}
         given: dict[str, torch.Tensor] = {}
         for header, rows in zip(self.checkpoint.headers, self.chosen, strict=True):
@@ -167,6 +248,27 @@ class Request:
         if not callable(into) and (unknown := next((name for name in into if name not in self.checkpoint), None)) is not None:
             raise unknown_tensor(unknown, self.checkpoint)
         return found
+
+
+def is_device(device: object) -> bool:
+    """Whether it is a `Device` rather than the name of one."""
+    return hasattr(device, "copy_async")
+
+
+def name_of_device(device: object) -> str:
+    """How a plan calls a device. Nothing is opened: a plan can be made where the device is not.
+
+    Raises:
+        OptionError: there is no such kind of device.
+    """
+    if is_device(device):
+        return cast("Device", device).name
+    name = str(device)
+    if name == "cpu" or re.fullmatch(r"cuda(:\d{1,3})?", name):
+        return name
+    raise OptionError(
+        f"device {name!r} is not supported; load to 'cpu' and move the tensors, or to 'cuda' or 'cuda:N'", option="device"
+    )
 
 
 def read_at_once(checkpoint: Checkpoint, info: TensorInfo, index: Index | None) -> torch.Tensor | None:
@@ -265,6 +367,7 @@ def _new_progress(plan: Plan, degraded: list[str], sources: Sequence[ByteSource]
         total_tensors=len(plan.tensors),
         concurrency=plan.limits.concurrency,
         memory_limit=plan.limits.memory_limit,
+        device=plan.device,
         node_share=str(plan.limits.node or ""),
         routes=tuple((route.url, route.route, route.reason) for route in plan.routes),
         left_alone=plan.left_alone,

@@ -1,0 +1,519 @@
+"""Devices with memory of their own: readers fill slots of a ring, and one copy carries each chunk to the device while reading
+goes on.
+
+The reader that filled a slot queues its copy as well: a copy is one call of a few microseconds, and a thread that did nothing
+else would have to be woken for each. All copies of a load go to the device's one copy stream, under one lock, so an event that
+is recorded behind a copy covers it and all before it.
+
+A span has memory on the device from its first read on. When its last copy has been queued, what is left is queued behind it:
+a conversion, or the move of tensors whose address would not suit them. Then an event is recorded, and the span is ready: the
+caller's stream waits for the event, the caller does not. How far the device's memory runs ahead of the caller is bounded.
+Where an allocation fails and waiting for the caller cannot help, each tensor of the span gets memory of its own, and one that
+still finds none is assembled on the host and handed out there. Only allocations fall back; every other error ends the load,
+after the copies under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace._addresses import address_of, move
+from headrace._cast import copy_out
+from headrace._dtypes import DTYPES
+from headrace._filling import Hops, SlotFiller
+from headrace._landing import Filling, Maker
+from headrace._plan import MIB, Copy, Plan, Read, Span
+from headrace._progress import Progress
+from headrace._ring import Ring
+from headrace._staging import PAGE, round_up
+from headrace.devices.base import Destination, Device, DeviceBuffer, HostTarget
+from headrace.errors import DeviceMemoryError, OptionError, StreamError
+from headrace.sources.base import ByteSource
+
+log = logging.getLogger("headrace")
+
+_LEAST_HEADROOM = 256 * MIB  # of device memory, for what the caller does with the tensors
+
+
+@dataclass(slots=True)
+class _Part:
+    """A stretch of a span's bytes, as they are read, and the memory that they go to.
+
+    Attributes:
+        first, last: rows of the tensors that lie in it.
+        start, end: in the span.
+        address: of the device memory; None where it is assembled on the host.
+        raw: that memory, unless it is the caller's. `made`: what a conversion fills.
+        host: memory on the host, with the tensor over it where it needs no conversion.
+    """
+
+    first: int
+    last: int
+    start: int
+    end: int
+    address: int | None = None
+    raw: DeviceBuffer | None = None
+    made: DeviceBuffer | None = None
+    host: memoryview | None = None
+    tensor: Any = None
+
+
+@dataclass(slots=True)
+class _SpanMemory:
+    """Where the bytes of one span go.
+
+    Attributes:
+        parts: in order. `starts`: where each begins.
+        own: {row: memory of its own} for tensors that are moved there.
+        nbytes: of device memory.
+        event: done when everything that was queued for the span is.
+        tensors: made already, where given ones were filled from them.
+    """
+
+    parts: list[_Part]
+    starts: list[int]
+    own: dict[int, DeviceBuffer] = field(default_factory=dict)
+    nbytes: int = 0
+    event: Any = None
+    tensors: list[Any] | None = None
+
+    def buffers(self) -> list[DeviceBuffer]:
+        """The memory that tensors are made of."""
+        found = [part.made or part.raw for part in self.parts]
+        return [buffer for buffer in (*found, *self.own.values()) if buffer is not None]
+
+
+class DeviceLanding:
+    """Memory of a device, and the ring in host memory on the way there.
+
+    Args:
+        plan: with limits for staging.
+        sources: one per shard.
+        device: where the tensors go.
+        host: makes tensors for what is assembled on the host.
+        progress: counters; `degraded` too.
+        ownership: as of `headrace.stream`.
+        destinations: {tensor name: memory the caller gave for it}.
+    """
+
+    reads_on_caller = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[ByteSource],
+        device: Device,
+        host: HostTarget,
+        progress: Progress,
+        *,
+        ownership: str = "leased",
+        destinations: Mapping[str, Destination] | None = None,
+    ) -> None:
+        assert plan.limits.staging is not None
+        self.filled: list[str] = []
+        self._plan, self._sources, self._device, self._host, self._progress = plan, sources, device, host, progress
+        self._staging = plan.limits.staging
+        self._copied = ownership == "copied"
+        self._given: Mapping[str, Destination] = destinations or {}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # the fields below
+        self._closed = False
+        self._ring: Ring | None = None
+        self._memory: dict[int, _SpanMemory] = {}
+        self._written: set[str] = set()  # given tensors that were not handed out yet
+        self._ahead_nbytes = 0  # device memory of spans that were not handed out yet
+        self._headroom = _Headroom(device)
+        self._no_wait = False  # nothing is under way or ready: waiting for the caller would never end
+        self._returned: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._events: list[Any] = []
+        self._all_events: list[Any] = []
+        self._handed: _Handed | None = None
+        self._lent: deque[Callable[[], bool] | None] | None = deque() if ownership == "borrowed" else None
+        self._lent_count = 0
+        self._degraded: set[str] = set()
+
+    # -- the readers' side -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The caller's tensors may still be written to, or read, by what its stream has been given."""
+        if self._given:
+            self._device.await_caller()
+
+    def filling(self) -> Filling:
+        self._device.enter_thread()
+        with self._lock:
+            if self._closed:
+                raise StreamError("the stream is closed")
+            if self._ring is None:
+                self._ring = self._new_ring()
+            return _DeviceFilling(SlotFiller(self._plan, self._sources), self._ring, self)
+
+    def _new_ring(self) -> Ring:
+        """No more and no longer slots than the plan's reads can use."""
+        longest = max(read.nbytes for read in self._plan.reads)
+        staging, reads = self._staging, len(self._plan.reads)
+        ring = Ring(
+            self._device,
+            slots=min(staging.slots, reads),
+            slot_nbytes=min(
+                staging.slot_nbytes, round_up(longest, PAGE) + 2 * PAGE if self._keeps_length() else staging.slot_nbytes
+            ),
+            pin=staging.pin,
+            on_degraded=self._degrade,
+        )
+        self._progress.staging_nbytes = ring.nbytes
+        return ring
+
+    def _keeps_length(self) -> bool:
+        """Whether no read becomes longer in its slot."""
+        return all(read.copy is None or read.copy.source == read.copy.target for read in self._plan.reads)
+
+    def provide(self, index: int, span: Span) -> bool:
+        if span.given:
+            self._memory[index] = self._given_memory(span)
+            return True
+        wanted = max(1, span.nbytes) + span.cast_nbytes
+        if self._ahead_nbytes and not self._no_wait and not self._may_run_ahead(wanted):
+            return False
+        try:
+            memory = self._allocate(span)
+        except DeviceMemoryError as exc:
+            if not self._no_wait:
+                return False
+            memory = self._allocate_apart(span, exc)
+        self._no_wait = False
+        self._memory[index] = memory
+        with self._lock:
+            self._ahead_nbytes += memory.nbytes
+            self._progress.device_peak_nbytes = max(self._progress.device_peak_nbytes, self._ahead_nbytes)
+        return True
+
+    def _may_run_ahead(self, nbytes: int) -> bool:
+        return self._ahead_nbytes + nbytes <= self._staging.ahead_nbytes and self._headroom.is_left(nbytes)
+
+    def wait(self) -> None:
+        self._returned.get()
+
+    def memory_of(self, read: Read, *, touch: bool = False) -> list[memoryview]:
+        del read, touch
+        raise OptionError(f"group= loads to host memory only, and this load goes to {self._device.name}", option="group")
+
+    def wake(self) -> None:
+        self._returned.put(None)
+
+    def go_on(self) -> None:
+        self._no_wait = True
+
+    def _given_memory(self, span: Span) -> _SpanMemory:
+        tensors = self._plan.tensors
+        parts = []
+        for row in range(span.first, span.last):
+            name, start = tensors.names[row], tensors.positions[row]
+            self._written.add(name)
+            if tensors.nbytes[row]:
+                parts.append(_Part(row, row + 1, start, start + tensors.nbytes[row], self._given[name].address))
+        return _SpanMemory(parts, [part.start for part in parts])
+
+    def _allocate(self, span: Span) -> _SpanMemory:
+        """One stretch for all tensors of a span. Raises `DeviceMemoryError`."""
+        part = self._on_device(_Part(span.first, span.last, 0, span.nbytes), span)
+        moved = range(span.first, span.last) if self._copied and span.last - span.first > 1 else span.misaligned
+        sizes = self._plan.tensors.nbytes
+        own = {row: self._device.allocate(sizes[row]) for row in moved if sizes[row]}
+        return _SpanMemory([part], [0], own, span.nbytes + span.cast_nbytes + sum(sizes[row] for row in own))
+
+    def _on_device(self, part: _Part, span: Span) -> _Part:
+        nbytes = part.end - part.start
+        part.raw = self._device.allocate(nbytes)
+        part.address = part.raw.address
+        if span.cast is not None:
+            part.made = self._device.allocate(nbytes // DTYPES[span.cast[0]].itemsize * DTYPES[span.cast[1]].itemsize)
+        return part
+
+    def _allocate_apart(self, span: Span, error: DeviceMemoryError) -> _SpanMemory:
+        """Memory for each tensor by itself; on the host for those for which there is none on the device."""
+        source = DTYPES[span.cast[0]].itemsize if span.cast is not None else 1
+        target = DTYPES[span.cast[1]].itemsize if span.cast is not None else 1
+        tensors, parts, nbytes = self._plan.tensors, [], 0
+        for row in range(span.first, span.last):
+            start, size = tensors.positions[row] // target * source, tensors.nbytes[row] // target * source
+            if not size:
+                continue
+            part = _Part(row, row + 1, start, start + size)
+            try:
+                parts.append(self._on_device(part, span))
+                nbytes += size + (tensors.nbytes[row] if span.cast is not None else 0)
+            except DeviceMemoryError:
+                parts.append(self._on_host(part, row, span))
+        if any(part.host is not None for part in parts):
+            self._degrade(f"no room on {self._device.name}: some tensors were handed out in host memory ({error})")
+        return _SpanMemory(parts, [part.start for part in parts], {}, nbytes)
+
+    def _on_host(self, part: _Part, row: int, span: Span) -> _Part:
+        tensors = self._plan.tensors
+        nbytes = part.end - part.start
+        part.raw = part.made = part.address = None
+        if span.cast is None:
+            part.tensor, part.host = self._host.allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
+        else:
+            _, part.host = self._host.allocate("U8", (nbytes,), nbytes)
+        return part
+
+    def issue(self, read: Read, data: memoryview) -> None:
+        """Queue the copies of a read's bytes; the lock of the ring is held."""
+        memory = self._memory[read.span]
+        parts, source = memory.parts, address_of(data)
+        start, end = read.position, read.position + data.nbytes
+        i = max(0, bisect_right(memory.starts, start) - 1)
+        copies = sent = 0
+        while i < len(parts) and parts[i].start < end:
+            part = parts[i]
+            i += 1
+            begin, stop = max(start, part.start), min(end, part.end)
+            if begin >= stop:
+                continue
+            if part.host is not None:
+                move(part.host[begin - part.start : stop - part.start], data[begin - start : stop - start])
+                continue
+            assert part.address is not None
+            self._device.copy_async(part.address + begin - part.start, source + begin - start, stop - begin)
+            copies += 1
+            sent += stop - begin
+        self._progress.device_copies += copies
+        self._progress.sent_nbytes += sent
+
+    def complete(self, index: int, span: Span) -> int:
+        memory = self._memory[index]
+        with self._lock:
+            for part in memory.parts:
+                self._convert(part, span)
+            self._move_apart(memory)
+            self._fill_given(memory, span)
+            memory.event = self._record()
+        return 0
+
+    def _convert(self, part: _Part, span: Span) -> None:
+        if span.cast is None:
+            return
+        tensors, (source, target) = self._plan.tensors, span.cast
+        if part.host is not None:
+            part.tensor, made = self._host.allocate(target, tensors.shapes[part.first], tensors.nbytes[part.first])
+            copy_out(part.host, made, 0, Copy(source, target))
+        elif part.raw is not None and part.made is not None:
+            counts = [nbytes // DTYPES[target].itemsize for nbytes in tensors.nbytes[part.first : part.last]]
+            self._device.convert(part.raw, part.made, span.cast, counts)
+            part.raw = None  # what is allocated in its place is written behind the conversion
+
+    def _move_apart(self, memory: _SpanMemory) -> None:
+        tensors = self._plan.tensors
+        for row, buffer in memory.own.items():
+            whole = memory.parts[0].made or memory.parts[0].raw
+            assert whole is not None
+            self._device.move_async(buffer.address, whole.address + tensors.positions[row], tensors.nbytes[row])
+
+    def _fill_given(self, memory: _SpanMemory, span: Span) -> None:
+        """Those of the given tensors that no copy could go to, and a note of all that are written now."""
+        given = self._given
+        if not given:
+            return
+        names = self._plan.tensors.names[span.first : span.last]
+        indirect = [i for i, name in enumerate(names) if name in given and not span.given]
+        if indirect:
+            memory.tensors = self._make(memory, span, span.first, span.last)
+            for i in indirect:
+                self._written.add(names[i])
+                self._device.fill(given[names[i]], memory.tensors[i])
+        self.filled += [name for name in names if name in given]
+
+    def _record(self) -> Any:
+        if self._events:
+            event = self._events.pop()
+        else:
+            event = self._device.new_event()
+            self._all_events.append(event)
+        self._device.record(event)
+        return event
+
+    # -- the caller's side -----------------------------------------------------------------------------------------------------
+
+    @property
+    def before_each(self) -> Callable[[], None] | None:
+        return self._check_stream if self._lent is None else self._check_returned
+
+    def take(self, index: int, span: Span) -> Maker:
+        memory = self._memory.pop(index, None) or _SpanMemory([], [])
+        buffers = memory.buffers()
+        if memory.event is not None:
+            self._hand_over(memory.event, buffers)
+        with self._lock:
+            self._ahead_nbytes -= memory.nbytes
+        self._returned.put(None)
+        given = self._given
+
+        def made(begin: int, end: int) -> list[Any]:
+            if memory.tensors is not None:
+                tensors = memory.tensors[begin - span.first : end - span.first]
+            else:
+                tensors = self._make(memory, span, begin, end)
+            if given:
+                names = self._plan.tensors.names[begin:end]
+                self._written.difference_update(names)
+                tensors = [given[name].finish() if name in given else tensor for name, tensor in zip(names, tensors, strict=True)]
+            if self._lent is not None:
+                sizes = self._plan.tensors.nbytes[begin:end]
+                names = self._plan.tensors.names[begin:end]
+                self._lent.extend(
+                    self._device.watch(tensor) if nbytes and name not in given else None
+                    for name, tensor, nbytes in zip(names, tensors, sizes, strict=True)
+                )
+            return tensors
+
+        return made
+
+    def _hand_over(self, event: Any, buffers: list[DeviceBuffer]) -> None:
+        if self._handed is not None:
+            with self._lock:
+                self._events.append(self._handed.event)
+        self._handed = _Handed(event, buffers, {self._device.callers_stream()})
+        self._device.hand_over(event, buffers)
+
+    def _check_stream(self) -> None:
+        """The caller may go on with another stream, or on another thread, in the middle of a span."""
+        handed = self._handed
+        if handed is not None and (stream := self._device.callers_stream()) not in handed.streams:
+            handed.streams.add(stream)
+            self._device.hand_over(handed.event, handed.buffers)
+
+    def _check_returned(self) -> None:
+        """Borrowed: a loop variable still holds the previous tensor as the next is asked for; the one before must be gone."""
+        assert self._lent is not None
+        self._check_stream()
+        if self._lent_count > 1 and (is_gone := self._lent.popleft()) is not None and not is_gone():
+            raise StreamError("a borrowed tensor was kept beyond the next step; use ownership='leased', or clone what you keep")
+        self._lent_count += 1
+
+    def _make(self, memory: _SpanMemory, span: Span, begin: int, end: int) -> list[Any]:
+        if span.given:
+            return [None] * (end - begin)
+        if len(memory.parts) == 1 and not memory.own and memory.parts[0].last - memory.parts[0].first == span.last - span.first:
+            part = memory.parts[0]
+            if part.host is None:
+                return self._wrap(part.made or part.raw, begin, end)
+        by_row = {part.first: part for part in memory.parts} if len(memory.parts) > 1 or not memory.own else {}
+        return [self._make_one(memory, by_row.get(row), row) for row in range(begin, end)]
+
+    def _make_one(self, memory: _SpanMemory, part: _Part | None, row: int) -> Any:
+        if part is not None and part.host is not None:
+            return part.tensor
+        if row in memory.own:
+            return self._wrap_alone(memory.own[row], row)
+        if part is not None:
+            return self._wrap_alone(part.made or part.raw, row)
+        whole = memory.parts[0].made or memory.parts[0].raw if memory.parts else None
+        return self._wrap(whole, row, row + 1)[0]
+
+    def _wrap(self, buffer: DeviceBuffer | None, begin: int, end: int) -> list[Any]:
+        tensors, rows = self._plan.tensors, slice(begin, end)
+        return self._device.wrap(
+            buffer, tensors.dtypes[rows], tensors.shapes[rows], tensors.positions[rows], tensors.nbytes[rows]
+        )
+
+    def _wrap_alone(self, buffer: DeviceBuffer | None, row: int) -> Any:
+        tensors = self._plan.tensors
+        return self._device.wrap(buffer, [tensors.dtypes[row]], [tensors.shapes[row]], [0], [tensors.nbytes[row]])[0]
+
+    # -- the end ---------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self._pid != os.getpid():  # device, ring and threads are the parent's
+            self._memory.clear()
+            return
+        with self._lock:
+            self._closed = True
+            ring, self._ring = self._ring, None
+        try:
+            if ring is not None:
+                self._note_ring(ring)
+                ring.close()
+        finally:
+            for name in list(self._written):  # also those that were written, perhaps in part, and never handed out
+                self._given[name].finish()
+            self._written.clear()
+            self._memory.clear()
+            self._handed = None
+            events, self._all_events = self._all_events, []
+            for event in events:
+                self._device.synchronize(event)  # given tensors are still written to until then
+            self._device.destroy(events)
+
+    def _note_ring(self, ring: Ring) -> None:
+        self._progress.pinned, self._progress.pinned_how = ring.pinned, ring.how
+        self._progress.peak_nbytes = max(self._progress.peak_nbytes, ring.used_nbytes)
+
+    def _degrade(self, reason: str) -> None:
+        """Say once per reason that something did not go as it should."""
+        with self._lock:
+            kind = reason.partition(":")[0]
+            if kind in self._degraded:
+                return
+            self._degraded.add(kind)
+            self._progress.degraded.append(reason)
+        log.warning("%s", reason)
+
+
+@dataclass(slots=True)
+class _Handed:
+    """The span whose tensors are handed out, and the streams that may use them."""
+
+    event: Any
+    buffers: list[DeviceBuffer]
+    streams: set[Any]
+
+
+class _DeviceFilling:
+    """Fills slots and sends them off."""
+
+    def __init__(self, filler: SlotFiller, ring: Ring, landing: DeviceLanding) -> None:
+        self._filler, self._ring, self._landing = filler, ring, landing
+
+    def close(self) -> None:
+        self._filler.close()
+        del self._ring, self._landing
+
+    def fill(self, read: Read) -> Hops:
+        ring = self._ring
+        slot = ring.take()
+        try:
+            data, hops = self._filler.fill_slot(read, slot.view)
+            data = ring.settle(slot, data)
+        except BaseException:
+            ring.put_back(slot)
+            raise
+        ring.send(slot, self._landing.issue, read, data)
+        return hops
+
+
+class _Headroom:
+    """Whether enough device memory is free. The driver is asked only where the last answer may no longer hold."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free_nbytes = 0
+
+    def is_left(self, nbytes: int) -> bool:
+        """Whether max(256 MiB, a quarter of it) would be left after an allocation."""
+        headroom = max(_LEAST_HEADROOM, nbytes // 4)
+        if self._free_nbytes - nbytes < 2 * headroom:
+            self._free_nbytes = self._device.free_nbytes()
+        if self._free_nbytes - nbytes < headroom:
+            return False
+        self._free_nbytes -= nbytes
+        return True

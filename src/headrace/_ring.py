@@ -1,0 +1,417 @@
+"""A ring of page-locked slots: the host memory that every byte passes through on its way to a device.
+
+One private mapping of exactly the size that is needed. Its memory is made when it is wanted and not before: a few threads fault
+pages in, segment after segment, and register each as soon as it is there, while readers already fill the first slots; a
+reader looks for the registration only when it has read. Segments grow from one slot to 256 MiB, so that the first copy waits
+for a small one.
+
+Where registration is refused the ring goes down a ladder: smaller segments, memory of the device's own allocator, memory that is
+not page-locked. That is said once, and the load goes on, unless page-locked memory was demanded.
+
+A slot is free when the event of its last copy is done. The slot that was freed last is filled first: it is still in cache, and
+slots that nobody needs never get memory. Registrations end before the mapping does, and after the last copy, in whatever way
+the load ends; the interpreter's end is one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from headrace._addresses import move, view_at
+from headrace._machine import available_cpus
+from headrace._staging import PAGE, Region, round_up
+from headrace.devices.base import Device
+from headrace.errors import DeviceError, PinningError, StreamError
+
+_T = TypeVar("_T")
+
+SEGMENT_NBYTES = 256 << 20  # some drivers refuse more at once, or take very long
+_THREADS = 4
+_MADV_DONTFORK = 10
+
+
+class Slot:
+    """A stretch of the ring.
+
+    Attributes:
+        view: its memory. Another memory, once the device's allocator had to provide it.
+        index: its number.
+        event: done when the copies out of it are.
+        pinned: whether it is page-locked.
+    """
+
+    __slots__ = ("event", "index", "owner", "pinned", "replacement", "segment", "view")
+
+    def __init__(self, index: int, view: memoryview, segment: Segment, event: Any) -> None:
+        self.index, self.view, self.segment, self.event = index, view, segment, event
+        self.pinned = False
+        self.owner: object = None
+        self.replacement: memoryview | None = None
+
+
+class Segment:
+    """Slots that are registered together.
+
+    Attributes:
+        first, last: their numbers, end exclusive.
+        settled: set when it is known whether they are page-locked.
+        unpopulated: slots whose memory is not there yet.
+    """
+
+    __slots__ = ("first", "last", "settled", "unpopulated")
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.settled = threading.Event()
+        self.unpopulated = last - first
+
+
+class Ring:
+    """The slots of one load.
+
+    Args:
+        device: that the copies go to.
+        slots, slot_nbytes: how many, and how long each.
+        pin: 'off', 'auto' or 'require'.
+        on_degraded: called once, with the reason, where memory could not be registered.
+
+    Attributes:
+        nbytes: of all slots.
+        pinned: whether all slots that were used are page-locked; None where none was used yet.
+        how: in words how the memory is page-locked, or why it is not.
+    """
+
+    def __init__(self, device: Device, *, slots: int, slot_nbytes: int, pin: str, on_degraded: Callable[[str], None]) -> None:
+        self._device, self._pin, self._on_degraded = device, pin, on_degraded
+        self._slot_nbytes = round_up(slot_nbytes, PAGE)
+        self.nbytes = slots * self._slot_nbytes
+        self.how = "" if pin != "off" else "not page-locked: pin='off'"
+        self.pinned: bool | None = None
+        self._ladder, self._climbing = _Ladder(), threading.Lock()
+        self._error: BaseException | None = None
+        self._work = threading.Condition()  # which slots need memory
+        self._wanted = self._populating = 0
+        self._memory = _Memory(device, Region(self.nbytes))
+        self._lock = self._memory.lock  # slots, and the order of copies and events on the stream
+        self._segments = _segments(slots, self._slot_nbytes)
+        self._slots = self._make_slots()
+        self._free = self._slots[::-1]
+        self._flying: deque[Slot] = deque()
+        self._threads: list[threading.Thread] = []
+        # The threads hold the ring, so it is not collected before it is closed; but the interpreter may end.
+        self._finalizer = weakref.finalize(self, self._memory.release)
+        if pin != "off":
+            self._start_threads()
+
+    def _make_slots(self) -> list[Slot]:
+        view, nbytes = self._memory.region.view, self._slot_nbytes
+        owners = [segment for segment in self._segments for _ in range(segment.first, segment.last)]
+        slots = []
+        for index, segment in enumerate(owners):
+            event = self._device.new_event()
+            self._memory.events.append(event)
+            slots.append(Slot(index, view[index * nbytes : (index + 1) * nbytes], segment, event))
+        return slots
+
+    # -- slots -----------------------------------------------------------------------------------------------------------------
+
+    def take(self) -> Slot:
+        """A slot to fill, the most recently freed one. Waits for the oldest copy where none is free.
+
+        There is always a copy to wait for, as there are no more readers than slots.
+        """
+        with self._lock:
+            self._check_open()
+            while self._flying and self._device.is_done(self._flying[0].event):
+                self._free.append(self._flying.popleft())
+            slot = self._free.pop() if self._free else None
+            oldest = self._flying.popleft() if slot is None else None
+        if oldest is not None:
+            try:
+                self._device.synchronize(oldest.event)
+            except BaseException:
+                with self._lock:
+                    self._flying.appendleft(oldest)  # closing waits for it once more
+                raise
+            slot = oldest
+        assert slot is not None
+        self._want(slot)
+        return slot
+
+    def settle(self, slot: Slot, data: memoryview) -> memoryview:
+        """Wait until it is known whether the slot is page-locked; the bytes then are where a copy may take them from.
+
+        Raises:
+            PinningError: it is not, and that was demanded.
+        """
+        if self._pin != "off":
+            slot.segment.settled.wait()
+            if self._error is not None:
+                raise self._error
+            if slot.replacement is not None:
+                target = slot.replacement[: data.nbytes]
+                move(target, data)
+                slot.view, slot.replacement, data = slot.replacement, None, target
+        if self.pinned is not slot.pinned:
+            self.pinned = slot.pinned and self.pinned is None
+        return data
+
+    def send(self, slot: Slot, issue: Callable[[_T, memoryview], None], what: _T, data: memoryview) -> None:
+        """Queue the copies out of a slot, by `issue(what, data)`. It is taken again when they are done.
+
+        Raises:
+            StreamError: the ring was closed meanwhile.
+        """
+        with self._lock:
+            self._check_open()
+            self._flying.append(slot)  # before anything is queued: whatever fails now, closing waits
+            try:
+                issue(what, data)  # with arguments: a closure would keep the memory as long as an error's traceback
+                self._device.record(slot.event)
+            except BaseException:
+                self._memory.untracked = True  # a copy may be under way that no event tells of
+                raise
+
+    def put_back(self, slot: Slot) -> None:
+        """Give a slot back that nothing was copied out of."""
+        with self._lock:
+            self._free.append(slot)
+
+    def _check_open(self) -> None:
+        if self._memory.closed:
+            raise StreamError("the stream is closed")
+
+    @property
+    def used_nbytes(self) -> int:
+        """Of the slots that have, or get, memory."""
+        return self._wanted * self._slot_nbytes
+
+    # -- memory, on threads of its own -----------------------------------------------------------------------------------------
+
+    def _want(self, slot: Slot) -> None:
+        """Have a slot's segment made ready, and the one behind it."""
+        if slot.index < self._wanted:
+            return
+        segment = self._segments.index(slot.segment)
+        behind = self._segments[min(segment + 1, len(self._segments) - 1)]
+        with self._work:
+            self._wanted = max(self._wanted, behind.last)
+            self._work.notify_all()
+
+    def _start_threads(self) -> None:
+        for i in range(min(_THREADS, len(self._slots), available_cpus())):
+            thread = threading.Thread(target=self._prepare, name=f"headrace-pin-{i}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _prepare(self) -> None:
+        """A thread that makes slots ready, one after another, until all of them are or the ring is closed."""
+        try:
+            self._device.enter_thread()
+            self._device.keep_near()
+        except DeviceError as exc:
+            self._error = exc
+        while (slot := self._next_unpopulated()) is not None:
+            self._make_ready(slot)
+
+    def _next_unpopulated(self) -> Slot | None:
+        with self._work:
+            while True:
+                if self._memory.closed or self._populating == len(self._slots):
+                    return None
+                if self._populating < self._wanted:
+                    self._populating += 1
+                    return self._slots[self._populating - 1]
+                self._work.wait()
+
+    def _make_ready(self, slot: Slot) -> None:
+        start = slot.index * self._slot_nbytes
+        self._memory.region.populate(start, start + self._slot_nbytes)
+        with self._work:
+            slot.segment.unpopulated -= 1
+            if slot.segment.unpopulated:
+                return
+        try:
+            with self._climbing:
+                self._pin_slots(slot.segment.first, slot.segment.last)
+        except BaseException as exc:  # noqa: BLE001 - raised where a reader waits for the segment
+            exc.__cause__ = exc.__context__ = None  # their frames, and its own, hold the ring
+            self._error = exc.with_traceback(None)
+        finally:
+            slot.segment.settled.set()
+
+    def _pin_slots(self, first: int, last: int) -> None:
+        """Go down the ladder as far as need be. What failed once is not tried again."""
+        step = self._ladder.step(last - first)
+        if step is None:
+            for index in range(first, last):
+                self._replace(self._slots[index])
+            return
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            address, nbytes = self._memory.address_of(begin * self._slot_nbytes), (end - begin) * self._slot_nbytes
+            try:
+                self._memory.pin(address, nbytes)
+            except PinningError as exc:
+                self._ladder.refused(end - begin, exc)
+                self._pin_slots(begin, end)
+                continue
+            for index in range(begin, end):
+                self._slots[index].pinned = True
+            self._say(self._ladder.how)
+
+    def _replace(self, slot: Slot) -> None:
+        """Memory of the device's own allocator, or else leave the slot as it is."""
+        if self._ladder.allocator_works:
+            try:
+                address, owner = self._device.allocate_pinned(self._slot_nbytes)
+            except PinningError as exc:
+                self._ladder.allocator_refused(exc)
+            else:
+                slot.owner = owner
+                self._memory.owners.append(owner)
+                slot.replacement = view_at(address, self._slot_nbytes, owner)
+                slot.pinned = True
+        if not slot.pinned and self._pin == "require":
+            raise PinningError(f"pin='require': {self._ladder.how}", device=self._device.name)
+        self._say(self._ladder.how)
+
+    def _say(self, how: str) -> None:
+        if how == self.how:
+            return
+        first = self._ladder.is_degraded and not self._ladder.said
+        self.how = how
+        if first:
+            self._ladder.said = True
+            self._on_degraded(f"staging memory for {self._device.name}: {how}")
+
+    # -- the end ---------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the copies under way, end the registrations and give the memory back. May be called twice.
+
+        A reader that its source still holds finds the ring closed when it comes back.
+        """
+        with self._lock:
+            self._memory.closed = True  # no copy is queued from here on
+        with self._work:
+            self._work.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for segment in self._segments:
+            segment.settled.set()
+        self._finalizer()
+
+
+class _Ladder:
+    """How memory is page-locked, and what was refused on the way there."""
+
+    def __init__(self) -> None:
+        self.how = "page-locked: registered with the driver"
+        self.allocator_works = True
+        self.is_degraded = self.said = False
+        self._most: int | None = None  # slots registered at once; 0: not at all
+        self._why = ""
+
+    def step(self, slots: int) -> int | None:
+        """How many slots to register at once; None: do not try."""
+        if self._most == 0:
+            return None
+        return slots if self._most is None else min(slots, self._most)
+
+    def refused(self, slots: int, error: Exception) -> None:
+        self._why = str(error)
+        self._most = slots // 2 if self._most is None else min(self._most, slots // 2)
+        if self._most:
+            self.how = f"page-locked in smaller pieces: {self._why}"
+        else:
+            self.is_degraded = True
+            self.how = f"page-locked by the device's allocator, not registered: {self._why}"
+
+    def allocator_refused(self, error: Exception) -> None:
+        self.allocator_works = False
+        self.how = f"not page-locked, copies are slower: {self._why}; {error}"
+
+
+class _Memory:
+    """The mapping, and what has to be undone before it goes. Held by the finalizer, so it knows nothing of the ring.
+
+    Attributes:
+        closed: nothing may be queued or registered any more; changes under `lock`.
+        untracked: copies may be under way whose end no event tells of.
+    """
+
+    def __init__(self, device: Device, region: Region) -> None:
+        self.device, self.region = device, region
+        self.lock, self.closed, self.untracked = threading.Lock(), False, False
+        self._pinning = threading.Lock()
+        self.owners: list[object] = []
+        self.events: list[Any] = []
+        self._pins: list[int] = []
+        self._pid = os.getpid()
+        # A page that a forked child shares would be copied when the parent writes to it, and the device go on with the old one.
+        _libc.madvise(region.address, region.nbytes, _MADV_DONTFORK)
+
+    def address_of(self, position: int) -> int:
+        return self.region.address + position
+
+    def pin(self, address: int, nbytes: int) -> None:
+        with self._pinning:
+            if self.closed:
+                raise StreamError("the stream is closed")
+            self.device.pin(address, nbytes)
+            self._pins.append(address)
+
+    def release(self) -> None:
+        """In a forked child nothing is undone: device and registrations are the parent's."""
+        if self._pid != os.getpid():
+            return
+        with self.lock:
+            self.closed = True
+        with self._pinning:
+            pins, self._pins = self._pins, []
+        events, self.events = self.events, []
+        drained = True
+        try:
+            for event in events:
+                self.device.synchronize(event)
+            if self.untracked:
+                self.device.drain()
+        except DeviceError:
+            drained = False
+        for address in pins:
+            try:
+                self.device.unpin(address)
+            except DeviceError:
+                drained = False
+        if not drained:
+            # The device may still read it, or takes the next mapping at this place for registered: it must never be unmapped.
+            for memory in (self.region, *self.owners):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        self.owners.clear()
+        with contextlib.suppress(DeviceError):
+            self.device.destroy(events)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _segments(slots: int, slot_nbytes: int) -> list[Segment]:
+    """1, 1, 2, 4, ... slots, up to `SEGMENT_NBYTES`."""
+    most = max(1, SEGMENT_NBYTES // slot_nbytes)
+    found: list[Segment] = []
+    at = 0
+    while at < slots:
+        last = min(slots, at + min(most, max(1, at)))
+        found.append(Segment(at, last))
+        at = last
+    return found
