@@ -228,10 +228,13 @@ def test_many_kinds_of_failures_at_once_end_in_right_bytes(verb: str, model: Mod
         assert sum(request.action is not None for request in server.requests) >= 4
 
 
+@pytest.mark.slow
 def test_a_slow_range_is_asked_for_twice_and_the_rest_is_not(model: Model, tmp_path: Path) -> None:
     with serving(model, Rule(Trickle(200.0), key="*.safetensors", min_start=PAST_OPENING, skip=9, times=1)) as server:
         stats = run("stream", model, server, tmp_path)
         assert stats is not None
+        assert stats.hedged >= 1
+        assert stats.hedged_nbytes <= TENSOR_NBYTES + SHARDS * TENSORS
         assert server.bytes_asked < 1.2 * model.nbytes
         assert sum(request.left_early for request in server.requests) == 1
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace
-from headrace._limits import abilities_of, resolve_limits, share_of_node
+from headrace._limits import abilities_of, resolve_limits, resolve_staging, share_of_node
 from headrace._options import Options
 from headrace._plan import Limits, NodeLimits, SourceAbilities
 from headrace.errors import OptionError
@@ -73,6 +73,21 @@ def test_no_limit_stays_none_and_one_that_is_given_is_divided() -> None:
     assert unlimited.node.memory_limit is None
     given = resolve_limits(Options(memory_limit=80 * MIB, concurrency=6, local_ranks=4), [CACHED], largest=[MIB], nbytes=0)
     assert (given.concurrency, given.memory_limit) == (1, 20 * MIB)
+
+
+def test_the_ring_to_a_device_is_divided_and_the_devices_own_memory_is_not() -> None:
+    def resolved(ranks: int | None) -> Limits:
+        options = Options(memory_limit=640 * MIB, concurrency=16, local_ranks=ranks)
+        return resolve_staging(options, [CACHED], largest=[MIB], nbytes=1 << 32)
+
+    alone, four = resolved(None), resolved(4)
+    assert alone.node is None
+    assert four.node == NodeLimits(4, 16, 640 * MIB)
+    assert 4 * four.memory_limit <= 640 * MIB
+    assert 4 * four.concurrency <= 16
+    assert alone.staging is not None
+    assert four.staging is not None
+    assert four.staging.ahead_nbytes == alone.staging.ahead_nbytes
 
 
 def test_the_length_of_requests_is_an_option_for_networks_only() -> None:

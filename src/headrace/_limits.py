@@ -93,25 +93,29 @@ def share_of_node(limits: Limits, ranks: int, *, unlimited: bool = False) -> Lim
 def resolve_staging(options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int) -> Limits:
     """Limits of a load to a device: the ring in host memory, and how far the device's memory runs ahead of the caller.
 
-    `memory_limit` bounds both, each for itself.
+    `memory_limit` bounds both, each for itself. Processes of a node share its host memory and its reads; devices have their own.
 
     Args:
         As of `resolve_limits`.
     """
+    ranks = options.local_ranks or 1
     given = options.memory_limit if options.memory_limit is not None and options.memory_limit >= 0 else None
-    most = _MOST_STAGED if given is None else given
+    total = _MOST_STAGED if given is None else given
+    most = total // ranks
     longest = NETWORK_CHUNK_NBYTES if any(ability.kind == "network" for ability in abilities) else STAGED_CHUNK_NBYTES
     longest = max(longest, *(ability.block_nbytes for ability in abilities), 0)
     chunk = max(_LEAST_SLOT, min(longest, most // 8 // PAGE * PAGE))
     chunk = min(chunk, max(64 * KIB, -(-nbytes // PAGE) * PAGE))
-    readers = options.concurrency or _automatic_concurrency(abilities)
+    concurrency = options.concurrency or _automatic_concurrency(abilities)
+    readers = max(1, concurrency // ranks)
     slot_nbytes = chunk + SLOT_SLACK_NBYTES
     slots = max(2, min(readers + _IN_FLIGHT, most // slot_nbytes))
     ahead = given
     if ahead is None:
         ahead = max(_LEAST_AHEAD_ON_DEVICE, min(_MOST_AHEAD_ON_DEVICE, sum(largest) + MIB))
     staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", options.cast_at or "auto")
-    return Limits(min(readers, slots - 1), slots * slot_nbytes, staging)
+    node = NodeLimits(ranks, concurrency, total) if ranks > 1 else None
+    return Limits(min(readers, slots - 1), slots * slot_nbytes, staging, node)
 
 
 def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from headrace.sources.http._hedge import Landing, Patience, RangeWatch
 from headrace.sources.http._retry import Tries
 
 PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
-INDEX_NBYTES: Final = 8 << 20  # an index is read as a whole: 60,000 tensors' in one round trip
+INDEX_NBYTES: Final = 2 << 20  # an index is read as a whole: one of 20,000 tensors takes one round trip
 
 
 class HttpSource:
