@@ -26,6 +26,7 @@ GOOD: dict[str, tuple[str, Any]] = {  # {field: (text in the environment, value)
     "stall_timeout_s": ("2.5", 2.5),
     "attempts": ("3", 3),
     "deadline_s": ("600", 600.0),
+    "peer_timeout_s": ("30", 30.0),
     "local_ranks": ("8", 8),
     "network_chunk_nbytes": ("4MiB", 4 << 20),
 }
@@ -177,6 +178,7 @@ BAD: list[tuple[str, str]] = [
     ("stall_timeout_s", "nan"),
     ("attempts", "0"),
     ("deadline_s", "-1"),
+    ("peer_timeout_s", "0"),
 ]
 
 

@@ -339,7 +339,9 @@ class Engine:
 def _let_go_of_memory(error: BaseException) -> None:
     """Free the locals of the frames that an error has passed: they hold views of memory, and tracebacks are kept for long."""
     seen: BaseException | None = error
-    while seen is not None:
+    done = set[int]()  # an error may be its own cause
+    while seen is not None and id(seen) not in done:
+        done.add(id(seen))
         trace = seen.__traceback__
         if seen is error and trace is not None:
             trace = seen.__traceback__ = trace.tb_next  # the reader's own frame is still running

@@ -42,6 +42,7 @@ _RUNAI_NAMES = {
 }
 _LAUNCHER_NAMES = {"local_ranks": "LOCAL_WORLD_SIZE"}  # torchrun's; each of its processes loads
 _LEAST_RUNAI_CHUNK_NBYTES = 5 << 20  # Run:ai takes smaller ones for this much: the least part of an upload to S3
+_SECONDS = ("stall_timeout_s", "deadline_s", "peer_timeout_s")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -65,6 +66,7 @@ class Options:
         partition: how ranks of a group divide a checkpoint: "spans", "chunks" or "files".
         stall_timeout_s: seconds without a byte after which a network read is tried again.
         attempts: tries of one network range before its error is raised.
+        peer_timeout_s: seconds without a sign of life after which a rank of a group is given up.
         deadline_s: seconds after which one network range is given up, all its tries together; None: never.
         local_ranks: processes of this node that load at the same time. `concurrency` and `memory_limit`, given or automatic, are
             totals of the node, and each process takes its part. Automatic: 1.
@@ -88,6 +90,7 @@ class Options:
     deadline_s: float | None = None
     local_ranks: int | None = None
     network_chunk_nbytes: int | None = None
+    peer_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -178,7 +181,7 @@ def _in_our_units(variable: str, text: str) -> str:
 
 
 def _from_text(name: str, text: str) -> object:
-    if name in ("stall_timeout_s", "deadline_s"):
+    if name in _SECONDS:
         try:
             return float(text)
         except ValueError:
@@ -193,7 +196,7 @@ def _checked(name: str, value: object) -> object:
         if value not in _CHOICES[name]:
             raise OptionError(f"{name} is one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}", option=name)
         return value
-    if name in ("stall_timeout_s", "deadline_s"):
+    if name in _SECONDS:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise OptionError(f"{name} is a number of seconds above 0, not {value!r}", option=name)
         return float(value)

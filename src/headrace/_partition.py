@@ -145,6 +145,29 @@ def share(size: int, rank: int, world: int, *, unit: int = 1) -> tuple[int, int]
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
+def assign_owners(keys: Sequence[int], sizes: Sequence[int], world: int) -> list[int]:
+    """Which rank reads what, so that all read nearly as much, at any point of the order.
+
+    Args:
+        keys: what has one key goes to one rank.
+        sizes: bytes of each.
+        world: how many ranks.
+
+    Returns:
+        A rank for each: that which has least to read when a key first comes, the lower one of equals.
+    """
+    loads, chosen, owners = [0] * world, dict[int, int](), []
+    totals: dict[int, int] = {}
+    for key, size in zip(keys, sizes, strict=True):
+        totals[key] = totals.get(key, 0) + size
+    for key in keys:
+        if key not in chosen:
+            chosen[key] = min(range(world), key=loads.__getitem__)
+            loads[chosen[key]] += totals[key]
+        owners.append(chosen[key])
+    return owners
+
+
 # ---- which rule
 
 

@@ -1,0 +1,395 @@
+"""Ranks load together: each byte is read from storage by one of them, and comes to the others from there.
+
+All ranks have the same plan, and take its reads in the same order. Each read has an owner. The owner's reader fills its memory
+from the source, the others only provide theirs; then it is exchanged, on threads of their own while readers go on, and all of
+them finish the read. Slices are read by each rank for itself.
+
+Ranks of one node copy out of each other's memory (`_node`). Ranks of several broadcast over the group, and with every broadcast
+the owner says whether it is well: a rank that stops or fails keeps on taking part until it is its turn to say so, so that no
+rank waits for one that has gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from headrace import _node
+from headrace._filling import Hops, landing_nbytes
+from headrace._landing import Filling, Landing, Maker
+from headrace._node import FAILED, SLOTS, STOPPED, WELL, Leaving, NodeMemory, check_left
+from headrace._partition import assign_owners
+from headrace._peers import Peers
+from headrace._plan import Plan, Read, Span
+from headrace._progress import Progress
+from headrace.errors import PeerError
+from headrace.sources.base import ByteSource
+
+_BEAT_S: Final = 2.0
+_LEAVE_S: Final = 1.0  # how long `close` waits for this rank's turn to say that it stops
+_STATUS_NBYTES: Final = 512
+
+
+def join_group(
+    peers: Peers,
+    inner: Landing,
+    plan: Plan,
+    sources: Sequence[ByteSource],
+    sliced: Iterable[str],
+    policy: str,
+    progress: Progress,
+) -> GroupLanding:
+    """Agree with the other ranks on who reads what, and share the memory of `inner` with them.
+
+    Args:
+        sliced: names of tensors that this rank takes a slice of; those that any rank slices are read by each for itself.
+        policy: see `share_reads`.
+
+    Raises:
+        PeerError: another rank failed, or is about to load something else.
+    """
+    all_sliced = frozenset(name for names in peers.gather(sorted(sliced)) for name in names)
+    share = share_reads(plan, all_sliced, peers.rank, peers.size, policy)
+    peers.agree(plan=digest_of(plan, share))
+    slot_nbytes = max((landing_nbytes(plan.reads[i]) for i in share.rounds), default=0)
+    node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s)
+    if node is None:
+        peers.connect()
+    progress.rank, progress.ranks, progress.total_nbytes = peers.rank, peers.size, share.own_nbytes
+    return GroupLanding(inner, _Exchange(plan, share, peers, node, progress), sources)
+
+
+class Report(Protocol):
+    """Where reads that were exchanged are reported to; the engine."""
+
+    def finish(self, read: Read, hops: Hops) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+
+
+class _Offer(NamedTuple):
+    """Memory of a read: filled where the rank owns the read, to be filled where it does not."""
+
+    read: Read
+    memory: list[memoryview]
+    hops: Hops
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a plan is exchanged, and who reads what.
+
+    Attributes:
+        rounds: indices of the plan's reads that are exchanged, in order. `owners`: their ranks.
+        own_nbytes: bytes that this rank reads.
+    """
+
+    rounds: list[int]
+    owners: list[int]
+    own_nbytes: int
+
+
+def share_reads(plan: Plan, sliced: frozenset[str], rank: int, size: int, policy: str) -> Share:
+    """Divide a plan's reads: those of sliced tensors stay with each rank, all others get an owner.
+
+    Args:
+        policy: 'chunks' (read by read), 'spans' (a large tensor, or a run of small ones, by one rank) or 'files'.
+    """
+    names = plan.tensors.names
+    rounds = [i for i, read in enumerate(plan.reads) if names[plan.spans[read.span].first] not in sliced]
+    keys = {
+        "chunks": rounds,
+        "spans": [plan.reads[i].span for i in rounds],
+        "files": [plan.reads[i].shard for i in rounds],
+    }[policy]
+    owners = assign_owners(keys, [plan.reads[i].nbytes for i in rounds], size)
+    exchanged = dict(zip(rounds, owners, strict=True))
+    own_nbytes = sum(read.nbytes for i, read in enumerate(plan.reads) if exchanged.get(i, rank) == rank)
+    return Share(rounds, owners, own_nbytes)
+
+
+def digest_of(plan: Plan, share: Share) -> str:
+    """What all ranks must have in common: names, dtypes and shapes of what is exchanged, and the reads of it."""
+    tensors, seen = plan.tensors, hashlib.sha256()
+    spans = {plan.reads[i].span for i in share.rounds}
+    for index in sorted(spans):
+        span = plan.spans[index]
+        for row in range(span.first, span.last):
+            seen.update(
+                repr((tensors.names[row], tensors.dtypes[row], tuple(tensors.shapes[row]), tensors.positions[row])).encode()
+            )
+    for i, owner in zip(share.rounds, share.owners, strict=True):
+        read = plan.reads[i]
+        seen.update(repr((read.shard, read.offset, read.nbytes, read.position, read.copy, owner)).encode())
+    return seen.hexdigest()
+
+
+class GroupLanding:
+    """Another landing's memory, filled by whichever rank owns a read. Implements `Landing`."""
+
+    reads_on_caller = False
+
+    def __init__(self, inner: Landing, exchange: _Exchange, sources: Sequence[ByteSource]) -> None:
+        self._inner, self._exchange, self._sources = inner, exchange, sources
+
+    @property
+    def before_each(self) -> Callable[[], None] | None:
+        return self._inner.before_each
+
+    @property
+    def filled(self) -> Sequence[str]:
+        return self._inner.filled
+
+    def report_to(self, report: Report) -> None:
+        """Who is told of reads that came in, and of ranks that failed. Before the start."""
+        self._exchange.report = report
+
+    def start(self) -> None:
+        self._inner.start()
+        self._exchange.begin()
+
+    def filling(self) -> Filling:
+        return _GroupFilling(self._inner, self._exchange, self._sources)
+
+    def provide(self, index: int, span: Span) -> bool:
+        return self._inner.provide(index, span)
+
+    def memory_of(self, read: Read, *, touch: bool = False) -> list[memoryview]:
+        return self._inner.memory_of(read, touch=touch)
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def go_on(self) -> None:
+        self._inner.go_on()
+
+    def complete(self, index: int, span: Span) -> int:
+        return self._inner.complete(index, span)
+
+    def take(self, index: int, span: Span) -> Maker:
+        return self._inner.take(index, span)
+
+    def close(self) -> None:
+        self._exchange.leave(STOPPED, "")
+        self._exchange.end()
+        self._inner.close()
+
+
+class _GroupFilling:
+    """Reads what this rank owns; of the rest only the memory is offered."""
+
+    def __init__(self, inner: Landing, exchange: _Exchange, sources: Sequence[ByteSource]) -> None:
+        self._inner, self._exchange, self._sources = inner, exchange, sources
+        self._filling = inner.filling()
+        self.close = self._filling.close
+
+    def fill(self, read: Read) -> Hops | None:
+        k = self._exchange.round_of(read)
+        try:
+            if k is None:
+                return self._filling.fill(read)
+            hops: Hops | None = Hops(received_nbytes=read.nbytes)
+            owns = self._exchange.owns(k)
+            if owns:
+                hops = self._filling.fill(read)
+                self._sources[read.shard].check_unchanged()  # before the bytes go to others
+            assert hops is not None, "only host memory is exchanged"
+            self._exchange.offer(k, _Offer(read, self._inner.memory_of(read, touch=not owns), hops))
+        except BaseException as exc:
+            self._exchange.leave(FAILED, f"{type(exc).__name__}: {exc}")
+            raise
+        return None
+
+
+class _Exchange:
+    """The rounds: of each, memory is offered by readers, exchanged, and reported as finished.
+
+    Attributes:
+        report: the engine.
+    """
+
+    def __init__(self, plan: Plan, share: Share, peers: Peers, node: NodeMemory | None, progress: Progress) -> None:
+        self.report: Report | None = None
+        self._plan, self._share, self._peers, self._node, self._progress = plan, share, peers, node, progress
+        self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
+        self._own_rounds = [k for k, owner in enumerate(share.owners) if owner == peers.rank]
+        self._state = threading.Condition()  # guards what follows
+        self._offers: dict[int, _Offer] = {}
+        self._leaving: Leaving | None = None
+        self._begun = False
+        self._running = 0
+        self._ended = threading.Event()
+
+    # -- for the landing and its readers ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the threads, once."""
+        work = [self._over_group] if self._node is None else [self._send_rounds, self._receive_rounds]
+        with self._state:
+            if self._begun:
+                return
+            self._begun, self._running = True, len(work)
+        for function in work:
+            threading.Thread(target=self._run, args=(function,), name="headrace-exchange", daemon=True).start()
+        threading.Thread(target=self._beat, name="headrace-beat", daemon=True).start()
+
+    def end(self) -> None:
+        """Wait for the threads: for long enough to tell the others, and not for the others' callers.
+
+        Over a group this rank's turn to say that it leaves may be far off. The thread goes on until then, with scratch memory.
+        """
+        self.begin()  # also where no tensor was ever asked for: the others have to hear of it
+        self._ended.wait(_LEAVE_S)
+
+    def round_of(self, read: Read) -> int | None:
+        """The round in which a read is exchanged; None for one that each rank does for itself."""
+        return self._round_of.get((read.span, read.position))
+
+    def owns(self, k: int) -> bool:
+        """Whether this rank reads it."""
+        return self._share.owners[k] == self._peers.rank
+
+    def offer(self, k: int, offer: _Offer) -> None:
+        """The memory of a read is there."""
+        with self._state:
+            if self._leaving is None:
+                self._offers[k] = offer
+            self._state.notify_all()
+
+    def leave(self, status: int, why: str, blamed: int | None = None) -> None:
+        """Take no part any more but to say so. The first reason counts, and only while there is something left to do.
+
+        Args:
+            blamed: the rank that is the reason; None where it is this one.
+        """
+        with self._state:
+            if self._leaving is not None or self._ended.is_set():
+                return
+            self._leaving = leaving = Leaving(status, self._peers.rank if blamed is None else blamed, why)
+            self._offers.clear()
+            self._state.notify_all()
+        if self._node is not None:
+            self._node.leave(leaving)
+
+    # -- threads ---------------------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it
+            self.leave(FAILED, str(exc), exc.rank if isinstance(exc, PeerError) else None)
+            if self.report is not None:
+                self.report.fail(exc)
+        finally:
+            with self._state:
+                self._running -= 1
+                last = not self._running
+            if last:
+                self._offers.clear()
+                if self._node is not None:
+                    self._node.close()
+                self._peers.close()
+                self._ended.set()
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._ended.wait(_BEAT_S):
+            count += 1
+            if self._node is not None:
+                self._node.beat()
+            else:
+                self._peers.beat(count)
+
+    def _await_offer(self, k: int) -> _Offer | None:
+        with self._state:
+            while k not in self._offers and self._leaving is None:
+                self._state.wait()
+            return self._offers.pop(k, None)
+
+    def _finish(self, offer: _Offer, *, sent: bool) -> None:
+        nbytes = landing_nbytes(offer.read)
+        if sent:
+            self._progress.to_peers_nbytes += nbytes * (self._peers.size - 1)
+        else:
+            self._progress.from_peers_nbytes += nbytes
+        assert self.report is not None, "the engine is told of what comes in"
+        self.report.finish(offer.read, offer.hops)
+
+    # -- on one node -----------------------------------------------------------------------------------------------------------
+
+    def _send_rounds(self) -> None:
+        assert self._node is not None
+        for turn, k in enumerate(self._own_rounds):
+            offer = self._await_offer(k)
+            after = self._own_rounds[turn - SLOTS] + 1 if turn >= SLOTS else 0
+            if offer is None or not self._node.send(turn, offer.memory, after=after):
+                return
+            self._finish(offer, sent=True)
+
+    def _receive_rounds(self) -> None:
+        assert self._node is not None
+        turns = [0] * self._peers.size
+        for k, owner in enumerate(self._share.owners):
+            if owner != self._peers.rank:
+                offer = self._await_offer(k)
+                if offer is None or not self._node.receive(owner, turns[owner], offer.memory):
+                    return
+                self._finish(offer, sent=False)
+            turns[owner] += 1
+            self._node.done(k + 1)
+
+    # -- over the group --------------------------------------------------------------------------------------------------------
+
+    def _over_group(self) -> None:
+        for k, owner in enumerate(self._share.owners):
+            offer = self._await_offer(k)
+            status = _status(self._leaving) if owner == self._peers.rank else _status(None)
+            in_place = offer is not None and (owner == self._peers.rank or len(offer.memory) == 1)
+            scratch_nbytes = landing_nbytes(self._plan.reads[self._share.rounds[k]])
+            data = _joined(offer.memory) if offer and in_place else torch.empty(scratch_nbytes, dtype=torch.uint8)
+            self._peers.broadcast([status, data], owner)
+            if owner == self._peers.rank and offer is None:
+                return
+            _check(status, owner)
+            if offer is not None:
+                if not in_place:
+                    _divide(data, offer.memory)
+                self._finish(offer, sent=owner == self._peers.rank)
+        # Everybody hears how everybody is: who fails after its last turn could not say so.
+        failed = self._leaving if self._leaving is not None and self._leaving.status == FAILED else None
+        for rank, status in enumerate(self._peers.gather_statuses(_status(failed))):
+            if rank != self._peers.rank:
+                _check(status, rank)
+
+
+def _status(leaving: Leaving | None) -> torch.Tensor:
+    status, blamed, why = leaving if leaving is not None else (WELL, 0, "")
+    message = bytes([status]) + blamed.to_bytes(4, "little") + why.encode()[: _STATUS_NBYTES - 5]
+    return torch.frombuffer(bytearray(message.ljust(_STATUS_NBYTES, b"\0")), dtype=torch.uint8)
+
+
+def _check(status: torch.Tensor, rank: int) -> None:
+    message = bytes(status.tolist())
+    blamed, why = int.from_bytes(message[1:5], "little"), message[5:].rstrip(b"\0").decode(errors="replace")
+    check_left(Leaving(message[0], blamed, why), rank)
+
+
+def _joined(pieces: Sequence[memoryview]) -> torch.Tensor:
+    """The bytes as one tensor: in place where they lie in one piece."""
+    tensors = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces if piece.nbytes]
+    return tensors[0] if len(tensors) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *tensors])
+
+
+def _divide(data: torch.Tensor, pieces: Sequence[memoryview]) -> None:
+    at = 0
+    for piece in pieces:
+        if piece.nbytes:
+            torch.frombuffer(piece, dtype=torch.uint8).copy_(data[at : at + piece.nbytes])
+            at += piece.nbytes

@@ -1,0 +1,315 @@
+"""Memory that the ranks of one node share: each has a ring of slots that the others map, and take bytes out of.
+
+A ring is a memfd: it has no name, and goes with the last process that maps it, however that one ends. The others open it by way
+of /proc, so ranks in different containers, or of different users, do without. A rank writes to no ring but its own, where it
+also says how far it is, that it is alive, and when and why it leaves. Who waits for that sleeps on a futex.
+
+The order of a slot's bytes and the count that announces them is kept by the interpreter: it lets go of its lock, and takes it
+again, around every copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import Any, Final, NamedTuple
+
+from headrace._addresses import move
+from headrace.errors import PeerError
+
+WELL, STOPPED, FAILED = 0, 1, 2
+SLOTS: Final = 3  # one being filled, one being emptied, one for whoever is late
+
+_NAME: Final = "headrace-ring"
+_TOKEN_NBYTES: Final = 64
+_HEAD_NBYTES: Final = 4096
+_TEXT_AT, _TEXT_NBYTES = 512, 1024
+_NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
+_SYSCALL: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}  # futex
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+
+
+class Leaving(NamedTuple):
+    """Why a rank takes no part any more.
+
+    Attributes:
+        status: WELL (it does take part), STOPPED or FAILED.
+        blamed: the rank that is the reason, itself or one that it has lost.
+        why: in words.
+    """
+
+    status: int
+    blamed: int
+    why: str
+
+
+def check_left(leaving: Leaving, rank: int) -> None:
+    """Raise PeerError if that is what a rank says of itself."""
+    if leaving.status == STOPPED:
+        raise PeerError(f"rank {rank} stopped before the end of the load that it takes part in", rank=rank)
+    if leaving.status == FAILED:
+        why = leaving.why if leaving.blamed != rank else f"rank {rank} failed: {leaving.why}"
+        raise PeerError(why, rank=leaving.blamed)
+
+
+class _Head(ctypes.Structure):
+    """What a rank says of itself. All counts are of rounds or turns, from 0 on."""
+
+    _fields_ = (
+        ("token", ctypes.c_char * _TOKEN_NBYTES),
+        ("bell", ctypes.c_uint32),  # changes with everything else
+        ("filled", ctypes.c_uint32),  # turns whose slots have been filled
+        ("done", ctypes.c_uint32),  # the first round of which it may still need a slot
+        ("status", ctypes.c_uint32),
+        ("blamed", ctypes.c_uint32),
+        ("beat", ctypes.c_uint32),
+    )
+    bell: int
+    filled: int
+    done: int
+    status: int
+    blamed: int
+    beat: int
+
+
+class _Ring:
+    """One rank's memory, as it is mapped here."""
+
+    def __init__(self, memory: mmap.mmap, slot_nbytes: int) -> None:
+        self.memory, self.head = memory, _Head.from_buffer(memory)
+        self.bell = ctypes.addressof(self.head) + _Head.bell.offset  # type: ignore[attr-defined]
+        self._slot_nbytes = slot_nbytes
+
+    def slot(self, turn: int) -> memoryview:
+        at = _HEAD_NBYTES + turn % SLOTS * self._slot_nbytes
+        return memoryview(self.memory)[at : at + self._slot_nbytes]
+
+    def why(self) -> str:
+        text = self.memory[_TEXT_AT : _TEXT_AT + _TEXT_NBYTES]
+        return text.rstrip(b"\0").decode(errors="replace")
+
+    def close(self) -> None:
+        del self.head
+        with suppress(BufferError):  # a copy is under way; the mapping goes when it is over
+            self.memory.close()
+
+
+class NodeMemory:
+    """This rank's ring, and those of the others. Made by `share`. One thread sends, another one receives."""
+
+    def __init__(
+        self, rank: int, rings: Sequence[mmap.mmap], processes: Sequence[int], slot_nbytes: int, timeout_s: float
+    ) -> None:
+        self._rank, self._timeout_s = rank, timeout_s
+        self._rings = [_Ring(ring, slot_nbytes) for ring in rings]
+        self._own = self._rings[rank]
+        self._lock = threading.Lock()  # for the words of this rank's own head
+        self._processes = list(processes)
+        self._left = False
+
+    def send(self, turn: int, pieces: Sequence[memoryview], *, after: int) -> bool:
+        """Fill the slot of this rank's next turn, once all others are done with `after` rounds. False when it leaves instead.
+
+        Raises:
+            PeerError: another rank left, or is gone.
+        """
+        for other in self._rings:
+            if other is not self._own and not self._wait(other, lambda head: head.done >= after):
+                return False
+        _copy(pieces, self._own.slot(turn), out=False)
+        self._say(filled=turn + 1)
+        return True
+
+    def receive(self, owner: int, turn: int, pieces: Sequence[memoryview]) -> bool:
+        """Copy out of the slot of another rank's `turn`-th turn, once it has been filled. False and raises as `send`."""
+        ring = self._rings[owner]
+        if not self._wait(ring, lambda head: head.filled > turn):
+            return False
+        _copy(pieces, ring.slot(turn), out=True)
+        return True
+
+    def done(self, rounds: int) -> None:
+        """This rank needs nothing more of the first so many rounds."""
+        self._say(done=rounds)
+
+    def leave(self, leaving: Leaving) -> None:
+        """Tell the others that this rank takes no part any more, and end its own waiting."""
+        self._left = True
+        text = leaving.why.encode()[:_TEXT_NBYTES]
+        with self._lock:
+            if not self._rings:
+                return
+            self._own.memory[_TEXT_AT : _TEXT_AT + len(text)] = text
+        self._say(blamed=leaving.blamed, status=leaving.status)
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        with self._lock:
+            if self._rings:
+                self._own.head.beat = (self._own.head.beat + 1) % (1 << 32)
+
+    def close(self) -> None:
+        """Unmap. The others keep what they have mapped. May be called twice."""
+        with self._lock:
+            rings, processes = list(self._rings), list(self._processes)
+            self._rings.clear()
+            self._processes.clear()
+        for ring in rings:
+            ring.close()
+        for fd in processes:
+            os.close(fd)
+
+    def _say(self, **words: int) -> None:
+        with self._lock:
+            if not self._rings:
+                return
+            for name, value in words.items():
+                setattr(self._own.head, name, value)
+            self._own.head.bell = (self._own.head.bell + 1) % (1 << 32)
+            _wake(self._own.bell)
+
+    def _wait(self, ring: _Ring, is_so: Callable[[_Head], bool]) -> bool:
+        """Until another rank's head says so. False when this rank leaves; PeerError when another one does."""
+        beats, since = [other.head.beat for other in self._rings], time.monotonic()
+        while True:
+            bell = ring.head.bell
+            if self._left:
+                return False
+            if is_so(ring.head):
+                return True
+            self._check_others()
+            if time.monotonic() - since > self._timeout_s:
+                self._check_beats(beats)
+                beats, since = [other.head.beat for other in self._rings], time.monotonic()
+            _sleep(ring.bell, bell, _NAP_S)
+
+    def _check_others(self) -> None:
+        for rank, other in enumerate(self._rings):
+            if rank != self._rank and other.head.status != WELL:
+                check_left(Leaving(other.head.status, other.head.blamed, other.why()), rank)
+        ended = select.poll()  # one of its own: two threads must not use one at once
+        for fd in self._processes:
+            ended.register(fd, select.POLLIN)
+        for fd, _ in ended.poll(0):
+            rank = self._processes.index(fd)
+            raise PeerError(f"rank {rank} is gone: its process has ended", rank=rank)
+
+    def _check_beats(self, before: Sequence[int]) -> None:
+        for rank, (other, beat) in enumerate(zip(self._rings, before, strict=True)):
+            if other.head.beat == beat and rank != self._rank:
+                raise PeerError(f"rank {rank} gave no sign of life for {self._timeout_s:g} s", rank=rank)
+
+
+def share(rank: int, gather: Callable[[Any], list[Any]], slot_nbytes: int, timeout_s: float) -> NodeMemory | None:
+    """Share memory with all other ranks; None where that cannot be, on any of them. Collective.
+
+    Args:
+        rank: this rank.
+        gather: gives something of every rank's to every rank.
+        slot_nbytes: the most that one round moves.
+        timeout_s: how long a rank may give no sign of life.
+    """
+    with ExitStack() as stack:
+        invitation, ring = _invite(slot_nbytes, stack)
+        invitations: list[_Invitation | None] = gather(invitation)
+        rings, processes = [], list[int]()
+        if ring is not None:
+            with suppress(OSError, ValueError):
+                rings = [ring if other == rank else _open(found, stack) for other, found in enumerate(invitations)]
+                processes = [_watch(found, stack) for found in invitations if found is not None]
+        # A second round: the descriptors stay open until all that were asked to come have come.
+        if not all(gather(len(processes) == len(invitations))):
+            return None
+        stack.pop_all()
+        if invitation is not None:
+            os.close(invitation.fd)
+        return NodeMemory(rank, rings, processes, slot_nbytes, timeout_s)
+
+
+class _Invitation(NamedTuple):
+    """Where another rank finds this one's ring."""
+
+    pid: int
+    fd: int
+    nbytes: int
+    token: bytes
+
+
+def _invite(slot_nbytes: int, stack: ExitStack) -> tuple[_Invitation | None, mmap.mmap | None]:
+    nbytes, token = _HEAD_NBYTES + SLOTS * slot_nbytes, os.urandom(_TOKEN_NBYTES)
+    try:
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        stack.callback(os.close, fd)
+        os.ftruncate(fd, nbytes)
+        ring = stack.enter_context(closing(mmap.mmap(fd, nbytes)))
+    except (OSError, ValueError):
+        return None, None
+    ring[:_TOKEN_NBYTES] = token
+    return _Invitation(os.getpid(), fd, nbytes, token), ring
+
+
+def _open(invitation: _Invitation | None, stack: ExitStack) -> mmap.mmap:
+    """Another rank's ring. Raises OSError or ValueError where there is none: on another node its pid means nothing."""
+    if invitation is None:
+        raise ValueError("it has none")
+    path = f"/proc/{invitation.pid}/fd/{invitation.fd}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise ValueError("that is another process")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        ring = stack.enter_context(closing(mmap.mmap(fd, invitation.nbytes)))  # ValueError where it is shorter
+    finally:
+        os.close(fd)
+    if ring[:_TOKEN_NBYTES] != invitation.token:
+        raise ValueError("that is another ring")
+    return ring
+
+
+def _watch(invitation: _Invitation, stack: ExitStack) -> int:
+    """A descriptor that can be read when the process has ended, also while nobody has waited for it."""
+    fd = os.pidfd_open(invitation.pid)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _copy(pieces: Sequence[memoryview], slot: memoryview, *, out: bool) -> None:
+    at = 0
+    for piece in pieces:
+        if piece.nbytes:
+            part = slot[at : at + piece.nbytes]
+            move(*((piece, part) if out else (part, piece)))
+            at += piece.nbytes
+
+
+# ---- futex
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_number = _SYSCALL.get(platform.machine())
+
+
+def _sleep(address: int, value: int, seconds: float) -> None:
+    """Until somebody wakes the word at this address, it is no longer `value`, or the time is over."""
+    if _number is None:
+        threading.Event().wait(min(seconds, 0.001))
+        return
+    timeout = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    _libc.syscall(
+        _number, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(value), ctypes.byref(timeout), ctypes.c_void_p(0), 0
+    )
+
+
+def _wake(address: int) -> None:
+    if _number is not None:
+        _libc.syscall(_number, ctypes.c_void_p(address), _FUTEX_WAKE, 1 << 30, ctypes.c_void_p(0), ctypes.c_void_p(0), 0)

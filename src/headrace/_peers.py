@@ -1,0 +1,201 @@
+"""The ranks of a torch.distributed group that load together, and what they say to each other.
+
+They agree by way of the store that torch.distributed was started with, so that a rank that does not come is known by name after
+a while, and nothing gets mixed up with what the caller sends over the group. Only ranks on several nodes need connections of
+their own, and make a Gloo group of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from headrace.errors import HeadraceError, OptionError, PeerError
+
+_TIMEOUT_S: Final = 120.0
+_SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, after a connection broke
+
+_loads = Counter[str]()  # by group: all ranks of one begin their loads together in the same order
+
+
+class _Failure(NamedTuple):
+    """What a rank gives that cannot begin."""
+
+    why: str
+
+
+class Peers:
+    """The ranks that load together. `gather`, `agree` and `connect` are collective: all of them call these in the same order.
+
+    Args:
+        group: of torch.distributed; True: the default one.
+        timeout_s: how long a rank may give no sign of life, or keep the others waiting for the start.
+
+    Attributes:
+        rank, size: this rank within the group, and how many there are.
+        timeout_s: as resolved.
+
+    Raises:
+        OptionError: no such group, or this process is not in it.
+    """
+
+    def __init__(self, group: Any, timeout_s: float | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise OptionError("group= needs torch.distributed.init_process_group to have been called", option="group")
+        if group is not True and not isinstance(group, dist.ProcessGroup):
+            raise OptionError(f"group is a torch.distributed group, True or None, not {type(group).__name__}", option="group")
+        given = dist.group.WORLD if group is True else group
+        self.rank, self.size = dist.get_rank(given), dist.get_world_size(given)
+        if self.rank < 0:
+            raise OptionError("this process is not in the group", option="group")
+        self.timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
+        members = hashlib.sha256(repr(dist.get_process_group_ranks(given)).encode()).hexdigest()[:16]
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"headrace/{members}/{_loads[members]}", _get_default_store()
+        )
+        _loads[members] += 1
+        self._steps = 0
+        self._agreed = False
+        self._wire: Any = None
+
+    def agree(self, **digests: str) -> None:
+        """Compare what the ranks are about to do. Raises PeerError where another rank has failed, or other digests."""
+        for rank, theirs in enumerate(self.gather(digests)):
+            for what, digest in digests.items():
+                if theirs[what] != digest:
+                    raise PeerError(
+                        f"rank {rank} is about to load with another {what} than rank {self.rank}; ranks of a group give the same "
+                        "arguments, slices excepted",
+                        rank=rank,
+                    )
+        self._agreed = True
+
+    def gather(self, what: Any) -> list[Any]:
+        """What every rank gives, in the order of ranks.
+
+        Raises:
+            PeerError: a rank has failed instead, or did not come.
+        """
+        step, self._steps = self._steps, self._steps + 1
+        keys = [f"{step}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], pickle.dumps(what).hex())
+            found = [pickle.loads(bytes.fromhex(self._awaited(key, rank))) for rank, key in enumerate(keys)]
+            if step:
+                self._store.delete_key(f"{step - 1}/{self.rank}")  # all have read it, since they are at this step
+        except PeerError:
+            raise
+        except RuntimeError as exc:
+            raise PeerError(f"the store of the group cannot be reached: {exc}") from exc
+        for rank, theirs in enumerate(found):
+            if isinstance(theirs, _Failure) and rank != self.rank:
+                self._agreed = True  # they know that this rank does not go on
+                raise PeerError(f"rank {rank} failed before the load began: {theirs.why}", rank=rank)
+        return found
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot begin; then leave."""
+        if not self._agreed:
+            with suppress(HeadraceError):
+                self.gather(_Failure(f"{type(error).__name__}: {error}"[:2000]))
+        self.close()
+
+    def connect(self) -> None:
+        """Make the connections for `broadcast`. Raises PeerError where they cannot be made."""
+        try:
+            self._wire = dist.ProcessGroupGloo(
+                dist.PrefixStore("wire", self._store),  # type: ignore[attr-defined]
+                self.rank,
+                self.size,
+                timedelta(seconds=self.timeout_s),
+            )
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
+        """Send, or receive into, these tensors. Raises PeerError where a rank is gone."""
+        options = dist.BroadcastOptions()
+        options.rootRank = owner
+        try:
+            for work in [self._wire.broadcast([tensor], options) for tensor in tensors]:
+                self._wait(work)
+        except PeerError:
+            raise
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+
+    def gather_statuses(self, status: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's status, in the order of ranks, over the connections. Raises as `broadcast`."""
+        found = [torch.empty_like(status) for _ in range(self.size)]
+        try:
+            self._wait(self._wire.allgather([found], [status]))
+        except PeerError:
+            raise
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+        return found
+
+    def beat(self, count: int) -> None:
+        """Give a sign of life."""
+        with suppress(RuntimeError):  # who misses the store finds out by the connections
+            self._store.set(f"beat/{self.rank}", str(count))
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self._wire = None
+
+    def _awaited(self, key: str, rank: int) -> str:
+        try:
+            self._store.wait([key], timedelta(seconds=self.timeout_s))
+        except RuntimeError as exc:
+            if self._store.check([key]):
+                raise
+            raise PeerError(f"rank {rank} did not come to load within {self.timeout_s:g} s", rank=rank) from exc
+        return str(self._store.get(key), "ascii")
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an operation; it may take as long as it likes, so long as every rank gives signs of life."""
+        seen = self._beats()
+        while True:
+            try:
+                work.wait(timedelta(seconds=self.timeout_s))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                before, seen = seen, self._beats()
+                silent = [rank for rank in range(self.size) if seen[rank] == before[rank] and rank != self.rank]
+                if silent:
+                    raise PeerError(f"rank {silent[0]} gave no sign of life for {self.timeout_s:g} s", rank=silent[0]) from None
+            else:
+                return
+
+    def _beats(self) -> list[bytes]:
+        keys = [f"beat/{rank}" for rank in range(self.size)]
+        with suppress(RuntimeError):
+            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        return [b""] * self.size
+
+    def _lost(self, error: RuntimeError) -> PeerError:
+        """Who is gone, after a connection broke: the one that does not say within a while that it is alive."""
+        rank = self._survey()
+        named = f"rank {rank} is gone" if rank is not None else "the connection to another rank broke"
+        return PeerError(f"{named}: {str(error).splitlines()[0][:200]}", rank=rank)
+
+    def _survey(self) -> int | None:
+        keys = [f"alive/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], "1")
+            with suppress(RuntimeError):
+                self._store.wait(keys, timedelta(seconds=_SURVEY_S))
+            return next((rank for rank, key in enumerate(keys) if not self._store.check([key])), None)
+        except RuntimeError:
+            return 0 if self.rank else None  # the process that keeps the store, as a rule the first one

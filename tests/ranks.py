@@ -1,0 +1,83 @@
+"""Several ranks of torch.distributed on this machine, over Gloo and loopback: a process each, started and stopped by a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")  # its server imports torch once, for all ranks of all tests
+
+
+def prepare_ranks() -> None:
+    """Start the server that ranks are forked from. It and its descriptors stay until the end of the tests."""
+    _context.set_forkserver_preload(["torch.distributed", "numpy", "headrace._exchange", "headrace.devices.cpu"])
+    multiprocessing.resource_tracker.ensure_running()
+    multiprocessing.forkserver.ensure_running()
+
+
+class Outcome(NamedTuple):
+    """What a rank's function returned, or the error that it ended with."""
+
+    value: Any
+    error: BaseException | None
+    trace: str
+
+
+def run_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90, hanging: int | None = None
+) -> list[Outcome | None]:
+    """Call `function(rank, *arguments)` in `world` processes that form the default group. A rank that was killed has no outcome.
+
+    `hanging` is a rank that is not waited for. The function has to be importable, arguments and results to be picklable.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        pipes = [_context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            _context.Process(target=_run, args=(rank, world, store, pipes[rank][1], function, arguments), daemon=True)
+            for rank in range(world)
+        ]
+        try:
+            for process, (_, writer) in zip(processes, pipes, strict=True):
+                process.start()
+                writer.close()
+            return [None if rank == hanging else _outcome(reader, timeout_s) for rank, (reader, _) in enumerate(pipes)]
+        finally:
+            for process, (reader, _) in zip(processes, pipes, strict=True):
+                process.join(0 if hanging is not None else 10)
+                process.kill()
+                process.join()
+                process.close()
+                reader.close()
+
+
+def _outcome(reader: Any, timeout_s: float) -> Outcome | None:
+    if not reader.poll(timeout_s):
+        raise TimeoutError(f"a rank did not end within {timeout_s:g} s")
+    try:
+        outcome: Outcome = reader.recv()
+    except EOFError:
+        return None
+    return outcome
+
+
+def _run(rank: int, world: int, store: str, writer: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=world)
+    try:
+        outcome = Outcome(function(rank, *arguments), None, "")
+    except BaseException as exc:  # noqa: BLE001 - it goes to the test
+        outcome = Outcome(None, exc, traceback.format_exc())
+    writer.send(outcome)
+    writer.close()
+    os._exit(0)  # whoever is behind does not hold this rank up

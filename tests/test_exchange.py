@@ -1,0 +1,331 @@
+"""Ranks that load together: each byte is read once, every rank has every tensor, and no rank waits for one that has gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import bytes_of, mixed_contents, write
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Outcome, prepare_ranks, run_ranks
+
+import headrace
+from headrace import OptionError, PeerError, SourceError
+from headrace._partition import assign_owners
+from headrace.testing import Fault, FaultySource, Raise, touches
+
+KIB, MIB = 1 << 10, 1 << 20
+pytestmark = pytest.mark.slow  # a process of torch's own for each rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> None:
+    prepare_ranks()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of every kind of tensor, about 18 MiB."""
+    path = tmp_path_factory.mktemp("model")
+    contents = mixed_contents()
+    for shard in range(2):
+        write(path / f"model-{shard}.safetensors", {f"{shard}.{name}": entry for name, entry in contents.items()})
+    return path
+
+
+def expected(folder: Path) -> dict[str, bytes]:
+    """All tensors' bytes, by a load of one's own."""
+    return {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
+
+
+def values(outcomes: list[Outcome | None]) -> list[Any]:
+    """What the ranks returned; an error of any of them is the test's."""
+    for outcome in outcomes:
+        assert outcome is not None
+        if outcome.error is not None:
+            raise AssertionError(outcome.trace) from outcome.error
+    return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+def alone(function: Any) -> Any:
+    """A rank's function on a group whose members do not see each other's memory, as on several nodes."""
+    import headrace._node
+
+    headrace._node._NAME = f"headrace-{os.getpid()}"
+    return function
+
+
+# ---- what ranks do: importable functions
+
+
+def load(rank: int, path: Path, one_node: bool, arguments: dict[str, Any]) -> tuple[dict[str, bytes], int, int, int]:
+    """Load with all ranks; the bytes, and what was read, received and sent."""
+    if not one_node:
+        alone(load)
+    with headrace.stream(path, group=True, **arguments) as tensors:
+        found = {name: bytes_of(tensor) for name, tensor in tensors}
+    stats = tensors.stats
+    assert (stats.rank, stats.ranks) == (rank, dist.get_world_size())
+    return found, stats.read_nbytes, stats.from_peers_nbytes, stats.to_peers_nbytes
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+@pytest.mark.parametrize(("world", "policy"), [(2, "chunks"), (3, "spans"), (4, "chunks"), (4, "files")])
+def test_every_rank_has_every_tensor_and_each_byte_is_read_once(folder: Path, world: int, policy: str, one_node: bool) -> None:
+    found = values(run_ranks(world, load, folder, one_node, {"partition": policy}))
+    whole, plan = expected(folder), headrace.plan(folder)
+    for tensors, read, received, _ in found:
+        assert tensors == whole
+        assert read + received == plan.read_nbytes
+    assert sum(read for _, read, _, _ in found) == plan.read_nbytes
+    assert sum(sent for _, _, _, sent in found) == sum(received for _, _, received, _ in found)
+
+
+def load_here(_rank: int, path: Path) -> list[int]:
+    """`load` with a group keeps the order of the files, and a world of one is a load of one's own."""
+    ranks = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    mine = headrace.load(path, group=ranks[dist.get_rank()])
+    together = headrace.load(path, group=True, dtype="bfloat16")
+    return [list(mine) == list(headrace.load(path)), list(together) == list(mine)]
+
+
+def test_load_keeps_the_order_and_a_world_of_one_is_a_plain_load(folder: Path) -> None:
+    assert values(run_ranks(2, load_here, folder)) == [[True, True]] * 2
+
+
+def load_in_subgroup(rank: int, path: Path) -> dict[str, bytes] | None:
+    """Ranks 1 and 3 load, the others do something else, and the caller's own messages go on meanwhile."""
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return None
+    found = {}
+    for name, tensor in headrace.stream(path, group=group):
+        if len(found) % 7 == 0:
+            count = torch.ones(1)
+            dist.all_reduce(count, group=group)
+            assert count.item() == 2
+        found[name] = bytes_of(tensor)
+    return found
+
+
+def test_any_ranks_can_load_together_and_talk_of_other_things_meanwhile(folder: Path) -> None:
+    whole = expected(folder)
+    assert values(run_ranks(4, load_in_subgroup, folder)) == [None, whole, None, whole]
+
+
+def load_into(_rank: int, path: Path) -> bool:
+    """Fill tensors that are there: contiguous, strided and small ones."""
+    whole = headrace.load(path)
+    given = {
+        name: torch.zeros_like(tensor) if tensor.dim() < 2 else torch.zeros(tensor.shape[::-1], dtype=tensor.dtype).t()
+        for name, tensor in whole.items()
+    }
+    headrace.load(path, group=True, into=given)
+    return all(bytes_of(given[name]) == bytes_of(tensor) for name, tensor in whole.items())
+
+
+def test_tensors_that_are_given_are_filled_on_every_rank(folder: Path) -> None:
+    assert values(run_ranks(2, load_into, folder)) == [True, True]
+
+
+def load_slices(rank: int, path: Path) -> tuple[dict[str, bytes], int]:
+    """Each rank's rows of the weights, and everything else whole."""
+    with headrace.open(path) as checkpoint:
+        slices = headrace.tensor_parallel(checkpoint, rank, 2, {"*.weight": "colwise"})
+        with headrace.stream(checkpoint, group=True, slices=slices, dtype={"*.table": "int64"}) as tensors:
+            return {name: bytes_of(tensor) for name, tensor in tensors}, tensors.stats.read_nbytes
+
+
+def test_slices_are_read_by_each_rank_and_the_rest_by_one(folder: Path) -> None:
+    found = values(run_ranks(2, load_slices, folder))
+    whole = headrace.load(folder, dtype={"*.table": "int64"})
+    for name, tensor in whole.items():
+        parts = tensor.chunk(2) if name.endswith("weight") else [tensor, tensor]
+        assert [tensors[name] for tensors, _ in found] == [bytes_of(part) for part in parts], name
+    assert sum(read for _, read in found) == headrace.plan(folder).read_nbytes
+
+
+def keep_within_limit(_rank: int, path: Path) -> bool:
+    """A caller that keeps everything, with little memory to read ahead."""
+    with headrace.stream(path, group=True, memory_limit=0) as tensors:
+        kept = {name: (tensor, bytes_of(tensor)) for name, tensor in tensors}
+    return all(bytes_of(tensor) == before for tensor, before in kept.values())
+
+
+def test_little_memory_and_callers_that_keep_everything_do_not_stop_each_other(folder: Path) -> None:
+    assert values(run_ranks(3, keep_within_limit, folder)) == [True] * 3
+
+
+# ---- ranks that fail, stop, disagree or disappear
+
+
+def error_of(outcome: Outcome | None) -> BaseException:
+    """The error that a rank ended with."""
+    assert outcome is not None
+    assert outcome.error is not None, outcome.value
+    return outcome.error
+
+
+def stop_early(rank: int, path: Path, one_node: bool) -> int:
+    """Rank 1 takes three tensors."""
+    if not one_node:
+        alone(load)
+    taken = 0
+    with headrace.stream(path, group=True, memory_limit=0) as tensors:
+        for _ in tensors:
+            taken += 1
+            if rank == 1 and taken == 3:
+                break
+    return taken
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+def test_a_rank_that_stops_early_is_named_to_the_others(folder: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, stop_early, folder, one_node)
+    assert outcomes[1] is not None
+    assert outcomes[1].value == 3
+    for rank in (0, 2):
+        error = error_of(outcomes[rank])
+        assert isinstance(error, PeerError)
+        assert error.rank == 1
+
+
+def fail_reading(rank: int, path: Path, one_node: bool) -> None:
+    """Rank 2's disk breaks."""
+    if not one_node:
+        alone(load)
+    files = sorted(path.glob("*.safetensors"))
+    sources: list[Any] = [headrace.open(file).sources[0] for file in files]
+    if rank == 2:
+        sources[1] = FaultySource(sources[1], [Fault(touches(2 * MIB, 3 * MIB), Raise(SourceError))])
+    for _ in headrace.stream(sources, group=True):
+        pass
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+def test_a_rank_that_cannot_read_is_named_to_the_others_with_its_reason(folder: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, fail_reading, folder, one_node)
+    assert isinstance(error_of(outcomes[2]), SourceError)
+    for rank in (0, 1):
+        error = error_of(outcomes[rank])
+        assert isinstance(error, PeerError)
+        assert error.rank == 2
+        assert type(error_of(outcomes[2])).__name__ in str(error)
+
+
+def die(rank: int, path: Path, one_node: bool) -> None:
+    """Rank 1 is killed in the middle."""
+    if not one_node:
+        alone(load)
+    for count, _ in enumerate(headrace.stream(path, group=True, memory_limit=0)):
+        if rank == 1 and count == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+def test_a_rank_that_is_killed_is_named_to_the_others(folder: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, die, folder, one_node)
+    assert outcomes[1] is None
+    for rank in (0, 2):
+        error = error_of(outcomes[rank])
+        assert isinstance(error, PeerError)
+        assert error.rank == 1
+
+
+def hang(rank: int, path: Path, one_node: bool) -> None:
+    """Rank 2 is stopped, and stays so until the test ends it."""
+    if not one_node:
+        alone(load)
+    for count, _ in enumerate(headrace.stream(path, group=True, memory_limit=0, peer_timeout_s=5)):
+        if rank == 2 and count == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+def test_a_rank_that_hangs_is_named_after_the_timeout(folder: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, hang, folder, one_node, hanging=2)
+    for rank in (0, 1):
+        error = error_of(outcomes[rank])
+        assert isinstance(error, PeerError)
+        assert error.rank == 2
+
+
+def ask_for_other_things(rank: int, path: Path) -> None:
+    """Rank 0 wants other tensors than rank 1."""
+    headrace.load(path, group=True, names="*.weight" if rank else None)
+
+
+def test_ranks_that_ask_for_different_things_hear_so_before_the_first_byte(folder: Path) -> None:
+    for outcome in run_ranks(2, ask_for_other_things, folder):
+        error = error_of(outcome)
+        assert isinstance(error, PeerError)
+        assert "another plan" in str(error)
+
+
+def open_nothing(rank: int, path: Path) -> None:
+    """Rank 1 has no such folder."""
+    headrace.load(path if rank != 1 else path / "missing", group=True)
+
+
+def test_a_rank_that_cannot_begin_is_named_to_the_others(folder: Path) -> None:
+    outcomes = run_ranks(3, open_nothing, folder)
+    assert isinstance(error_of(outcomes[1]), FileNotFoundError)
+    for rank in (0, 2):
+        error = error_of(outcomes[rank])
+        assert isinstance(error, PeerError)
+        assert error.rank == 1
+        assert "SourceNotFoundError" in str(error)
+
+
+def load_again(_rank: int, path: Path) -> list[int]:
+    """Loads that ended in every way leave nothing, and the next one works."""
+    counts = []
+    for turn in range(4):
+        try:
+            with headrace.stream(path, group=True) as tensors:
+                for count, _ in enumerate(tensors):
+                    if turn % 2 and count == 2:
+                        raise KeyError("the caller's own")
+        except KeyError:
+            pass
+        except PeerError:
+            pass
+        dist.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert len(headrace.load(path, group=True)) == len(headrace.load(path))
+    return counts
+
+
+def test_loads_that_failed_leave_no_descriptors_and_the_next_one_works(folder: Path) -> None:
+    for counts in values(run_ranks(2, load_again, folder)):
+        assert max(counts[1:]) <= counts[0] + 2
+
+
+def test_without_a_process_group_a_group_is_refused(folder: Path) -> None:
+    with pytest.raises(OptionError, match="init_process_group"):
+        headrace.stream(folder, group=True)
+
+
+# ---- who reads what
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1000)), max_size=40), st.integers(1, 6))
+def test_one_key_has_one_owner_and_no_rank_has_much_more_than_another(items: list[tuple[int, int]], world: int) -> None:
+    keys, sizes = [key for key, _ in items], [size for _, size in items]
+    owners = assign_owners(keys, sizes, world)
+    assert len(owners) == len(keys)
+    assert all(len({owner for other, owner in zip(keys, owners, strict=True) if other == key}) == 1 for key in keys)
+    loads, totals = Counter[int](), Counter[int]()
+    for key, size, owner in zip(keys, sizes, owners, strict=True):
+        loads[owner] += size
+        totals[key] += size
+    assert max(loads.values(), default=0) - min((loads[rank] for rank in range(world)), default=0) <= max(
+        totals.values(), default=0
+    )
