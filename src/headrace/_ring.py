@@ -185,7 +185,7 @@ class Ring:
             self._free.append(slot)
 
     def _check_open(self) -> None:
-        if self._memory.closed:
+        if self._memory.closed or self._memory.untracked:
             raise StreamError("the stream is closed")
 
     @property
