@@ -32,7 +32,7 @@ from headrace._plan import (
     Span,
     format_nbytes,
 )
-from headrace._planner import choose_route, make_plan, pieces_from
+from headrace._planner import choose_route, make_plan, pieces_from, read_unit
 from headrace.errors import OptionError
 
 Bytes = npt.NDArray[np.uint8]
@@ -348,7 +348,10 @@ def test_no_read_is_longer_than_the_chunk(request: Request) -> None:
     for read in plan.reads:
         span = plan.spans[read.span]
         scattered = span.given and span.last - span.first > 1  # one read into a slot for all of them, as long as a span may be
-        longest = request.abilities[read.shard].chunk_nbytes * (2 if span.nbytes >= LARGE_NBYTES and read.copy is None else 1)
+        ability = request.abilities[read.shard]
+        longest = ability.chunk_nbytes * (2 if span.nbytes >= LARGE_NBYTES and read.copy is None else 1)
+        if ability.kind == "network":
+            longest = longest * 9 // 8 + 1  # rather than one request more for the rest
         assert read.nbytes <= (max(longest, request.limits.span_nbytes) if scattered else longest)
 
 
@@ -716,3 +719,14 @@ def test_a_plan_of_232_000_tensors_makes_no_object_for_a_tensor() -> None:
     assert added < 10 * len(plan.spans)
     assert all(map(lambda a, b: a is b, plan.tensors.shapes, header.shapes))
     assert all(map(lambda a, b: a is b, plan.tensors.names, header.names))
+
+
+@given(st.integers(1, 200 * MIB), st.sampled_from([64 * KIB, MIB, 8 * MIB]))
+def test_requests_to_a_store_are_equally_long_and_as_few_as_can_be(nbytes: int, chunk: int) -> None:
+    length, unit = read_unit(SourceAbilities("network", chunk_nbytes=chunk), nbytes)
+    count = -(-nbytes // length)
+    longest = chunk * (2 if nbytes >= LARGE_NBYTES else 1) * 9 / 8
+    assert unit == 0
+    assert length <= longest + 1
+    assert (count - 1) * longest < nbytes
+    assert nbytes - (count - 1) * length > length - count - 1
