@@ -836,3 +836,16 @@ def test_mmap_is_not_for_devices(lazy: Gpu, tmp_path: Path) -> None:
         headrace.stream(path, device=lazy.device, mmap="require")
     assert caught.value.option == "mmap"
     assert not wrong(headrace.load(path, device=lazy.device, mmap="auto"), MIXED)
+
+
+def test_the_command_line_plans_for_a_gpu_and_says_where_there_is_none(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from headrace.cli import app
+
+    path = str(write(tmp_path / "m.safetensors", MIXED))
+    planned = CliRunner().invoke(app, ["plan", "--device", "cuda:0", path])
+    assert planned.exit_code == 0
+    assert "copied from there to cuda:0" in " ".join(planned.output.split())
+    if not torch.cuda.is_available():  # noqa: TID251
+        assert CliRunner().invoke(app, ["load", "--device", "cuda:0", path]).exit_code != 0

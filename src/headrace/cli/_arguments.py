@@ -44,6 +44,9 @@ DirectIO: TypeAlias = Annotated[
         "--direct-io", metavar="auto|on|off", help="Read past the page cache; auto: what is not cached.  [default: auto]"
     ),
 ]
+Device: TypeAlias = Annotated[
+    str, typer.Option("--device", metavar="cpu|cuda[:N]", help="Where the tensors go; cuda is the current GPU.")
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
@@ -59,6 +62,7 @@ def request(
     concurrency: int | None,
     memory_limit: str | None,
     direct_io: str | None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """The keyword arguments of `headrace.plan` and `headrace.stream`.
 
@@ -72,6 +76,7 @@ def request(
         "concurrency": concurrency,
         "memory_limit": memory_limit,
         "direct_io": direct_io,
+        "device": device,
     }
 
 

@@ -18,7 +18,19 @@ import typer
 
 import headrace
 from headrace import Snapshot
-from headrace.cli._arguments import Concurrency, DirectIO, DTypes, Json, MemoryLimit, Names, Paths, Slices, as_url, request
+from headrace.cli._arguments import (
+    Concurrency,
+    Device,
+    DirectIO,
+    DTypes,
+    Json,
+    MemoryLimit,
+    Names,
+    Paths,
+    Slices,
+    as_url,
+    request,
+)
 from headrace.cli._exits import say
 from headrace.cli._screen import Screen, counted, file_name, nbytes_text, rate_text, seconds_text
 
@@ -41,15 +53,16 @@ def load(
     concurrency: Concurrency = None,
     memory_limit: MemoryLimit = None,
     direct_io: DirectIO = None,
+    device: Device = "cpu",
     order: Order = "ready",
     ownership: Ownership = "leased",
     as_json: Json = False,
 ) -> None:
     """Load every tensor, drop it, and report speed and waits.
 
-    Loads into host memory, as `headrace.stream` does for a program. Needs torch.
+    Loads as `headrace.stream` does for a program, into host memory or to a device. Needs torch.
     """
-    arguments = request(names, dtypes, slices, concurrency, memory_limit, direct_io)
+    arguments = request(names, dtypes, slices, concurrency, memory_limit, direct_io, device)
     with _reporting(quiet=as_json) as report:
         stats = _drop_all(as_url(paths), {**arguments, "order": order, "ownership": ownership}, report)
     if as_json:
@@ -150,6 +163,8 @@ def _summary(stats: Snapshot) -> Iterator[tuple[str, str]]:
         yield "", f"{seconds_text(stats.memory_wait_s)} for memory, summed over the readers"
     kept = f"; {nbytes_text(stats.kept_nbytes)} kept by tensors" if stats.kept_nbytes else ""
     yield "memory", f"at most {nbytes_text(stats.peak_nbytes)} at once, of a limit of {nbytes_text(stats.memory_limit)}{kept}"
+    if stats.device != "cpu":
+        yield from _device_rows(stats)
     if stats.cast_nbytes or stats.copied_nbytes:
         yield (
             "copied",
@@ -162,6 +177,13 @@ def _summary(stats: Snapshot) -> Iterator[tuple[str, str]]:
         yield "kept", f"{counted(len(stats.left_alone), 'tensor')} left in their dtype ({why})"
     for fallback in stats.degraded:
         yield "degraded", fallback
+
+
+def _device_rows(stats: Snapshot) -> Iterator[tuple[str, str]]:
+    copies = f"{nbytes_text(stats.sent_nbytes)} in {counted(stats.device_copies, 'transfer')}"
+    yield stats.device, f"{copies}; at most {nbytes_text(stats.device_peak_nbytes)} of its memory ahead of the caller"
+    how = stats.pinned_how or "page-locking had not begun"
+    yield "staging", f"{nbytes_text(stats.staging_nbytes)} of host memory, {how}"
 
 
 def _read_text(stats: Snapshot) -> str:

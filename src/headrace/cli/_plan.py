@@ -2,6 +2,7 @@
 
 The JSON is one object; names are stable, new ones may be added:
 
+    device                                                        where the tensors go
     wanted_nbytes, read_nbytes, surplus_nbytes, memory_nbytes     as in `headrace.Plan`
     concurrency, memory_limit                                     as resolved
     routes       [{"url", "route", "reason"}]                     one per shard
@@ -23,7 +24,19 @@ import typer
 
 import headrace
 from headrace import Plan
-from headrace.cli._arguments import Concurrency, DirectIO, DTypes, Json, MemoryLimit, Names, Paths, Slices, as_url, request
+from headrace.cli._arguments import (
+    Concurrency,
+    Device,
+    DirectIO,
+    DTypes,
+    Json,
+    MemoryLimit,
+    Names,
+    Paths,
+    Slices,
+    as_url,
+    request,
+)
 from headrace.cli._screen import Column, Screen, counted, file_name, nbytes_text
 
 
@@ -35,6 +48,7 @@ def plan(
     concurrency: Concurrency = None,
     memory_limit: MemoryLimit = None,
     direct_io: DirectIO = None,
+    device: Device = "cpu",
     reads: Annotated[int, typer.Option("--reads", metavar="N", show_default=False, help="Also list the first N reads.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +56,7 @@ def plan(
 
     Takes the options of `headrace load` and reads the headers only.
     """
-    made = headrace.plan(as_url(paths), **request(names, dtypes, slices, concurrency, memory_limit, direct_io))
+    made = headrace.plan(as_url(paths), **request(names, dtypes, slices, concurrency, memory_limit, direct_io, device))
     if as_json:
         _print_json(made)
         return
@@ -85,6 +99,7 @@ def _read_rows(made: Plan) -> Iterator[tuple[str, str, str, str]]:
 def _print_json(made: Plan) -> None:
     """Written an entry at a time: a large checkpoint has a hundred thousand reads."""
     head = {
+        "device": made.device,
         "wanted_nbytes": made.wanted_nbytes,
         "read_nbytes": made.read_nbytes,
         "surplus_nbytes": made.surplus_nbytes,

@@ -50,7 +50,7 @@ class SimulatedAllocator:
         host_blocks: page-locked memory that it gave and that is still used.
     """
 
-    def __init__(self, runtime: SimulatedRuntime, library: Runtime, index: int, name: str) -> None:
+    def __init__(self, runtime: SimulatedRuntime, library: _Library, index: int, name: str) -> None:
         self._simulated, self._runtime, self._index, self._name = runtime, library, index, name
         self._current = threading.local()
         with self.current():
