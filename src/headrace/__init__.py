@@ -47,8 +47,9 @@ from headrace.errors import (
     TensorNotFoundError,
     TruncatedError,
 )
-from headrace.integrations.modules import LoadReport, ModuleMismatchError, StateDict, load_into, state_dict
+from headrace.integrations.modules import LoadReport, ModuleMismatchError, load_into
 from headrace.integrations.safetensors import load_file, safe_open
+from headrace.integrations.state_dict import StateDict, state_dict
 
 __version__ = "0.1.0.dev0"
 

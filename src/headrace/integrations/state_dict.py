@@ -1,0 +1,117 @@
+"""A checkpoint as a state dict: a mapping whose tensors are read when they are looked up, and streamed when all are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from operator import itemgetter
+from types import TracebackType
+from typing import Any, cast
+
+from typing_extensions import Self
+
+import headrace
+from headrace.errors import SourceError
+from headrace.integrations.safetensors import TensorSlice
+
+
+def state_dict(url: Any, *, credentials: object = None, **options: Any) -> StateDict:
+    """Open a checkpoint as a state dict: a mapping from names to tensors, each of which is read when it is looked up.
+
+    Args:
+        url: as for `headrace.open`.
+        credentials: as for `headrace.open`.
+        **options: tuning; see `Options`.
+
+    Returns:
+        A mapping, and a context manager that closes the files.
+
+    Raises:
+        As `headrace.open`.
+
+    Example:
+        >>> weights = headrace.state_dict("models/minilm")
+        >>> model.load_state_dict(weights)
+        <All keys matched successfully>
+    """
+    return StateDict(headrace.open(url, credentials=credentials, **options))
+
+
+class StateDict(Mapping[str, Any]):
+    """The tensors of a checkpoint by name, read when they are looked up; what is looked up twice is read twice. Thread-safe.
+
+    `items()` and `values()` stream: all tensors in file order, reading ahead.
+
+    Args:
+        checkpoint: where they are; closed with this.
+    """
+
+    def __init__(self, checkpoint: headrace.Checkpoint) -> None:
+        self._checkpoint: headrace.Checkpoint | None = checkpoint
+
+    @property
+    def checkpoint(self) -> headrace.Checkpoint:
+        """Dtypes, shapes and places of the tensors. Raises SourceError after `close`."""
+        if self._checkpoint is None:
+            raise SourceError("the state dict is used after it was closed")
+        return self._checkpoint
+
+    def lazy(self) -> dict[str, TensorSlice]:
+        """The same names with objects that read when they are indexed, have `get_dtype()` and `get_shape()`, and hold no data.
+
+        transformers takes them as `from_pretrained(None, config=..., state_dict=...)`, and reads each one where and when it
+        places it, so that the weights are never in host memory all at once.
+        """
+        checkpoint = self.checkpoint
+        return {name: TensorSlice(checkpoint, info, as_numpy=False) for name, info in checkpoint.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return headrace.read(self.checkpoint, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint
+
+    def items(self) -> ItemsView[str, Any]:
+        """(name, tensor) pairs, streamed anew each time."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[Any]:
+        """The tensors, streamed anew each time."""
+        return _Values(self)
+
+    def copy(self) -> dict[str, Any]:
+        """All tensors, loaded."""
+        return cast("dict[str, Any]", headrace.load(self.checkpoint))
+
+    def close(self) -> None:
+        """Close the files, once nothing reads from them any more. May be called twice."""
+        self._checkpoint = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<StateDict of {self._checkpoint!r}>"
+
+
+class _Items(ItemsView[str, Any]):
+    _mapping: StateDict
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        with headrace.stream(self._mapping.checkpoint, order="file") as stream:
+            yield from stream
+
+
+class _Values(ValuesView[Any]):
+    _mapping: StateDict
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(itemgetter(1), self._mapping.items())
