@@ -80,9 +80,7 @@ class Filler:
         aligned.read_direct_into(read.offset - lead, view[read.position - lead : read.position - lead + nbytes])
         return Hops(read.nbytes)
 
-    def _read_to_slot(
-        self, read: Read, source: ByteSource, room: Callable[[int], memoryview | None]
-    ) -> tuple[memoryview, int]:
+    def _read_to_slot(self, read: Read, source: ByteSource, room: Callable[[int], memoryview | None]) -> tuple[memoryview, int]:
         """(the bytes, how many of them came past the page cache). `room` gives memory, or None for more than there is."""
         fits = read.copy is None or read.offset % DTYPES[read.copy.source].itemsize == 0  # else elements would be misaligned
         aligned = aligned_source(source) if fits else None

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from headrace._engine import Engine
     from headrace._exchange import GroupLanding
-    from headrace._peers import Peers
     from headrace._landing import HostLanding
+    from headrace._peers import Peers
     from headrace._pipeline import DeviceLanding
     from headrace.devices.base import Destination, Device, HostTarget
 
