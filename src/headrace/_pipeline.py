@@ -23,7 +23,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from headrace._addresses import address_of, move
 from headrace._cast import copy_out
@@ -41,6 +42,16 @@ from headrace.sources.base import ByteSource
 log = logging.getLogger("headrace")
 
 _LEAST_HEADROOM = 256 * MIB  # of device memory, for what the caller does with the tensors
+
+
+FillSlot = Callable[[Read, memoryview], "tuple[memoryview, Hops]"]
+
+
+class Relay(Protocol):
+    """Fills slots from the source or from other ranks; see `_relay`."""
+
+    def fill_slot(self, filler: SlotFiller, read: Read, slot: memoryview) -> tuple[memoryview, Hops]: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -102,6 +113,9 @@ class DeviceLanding:
         progress: counters; `degraded` too.
         ownership: as of `headrace.stream`.
         destinations: {tensor name: memory the caller gave for it}.
+
+    Attributes:
+        relay: fills slots instead of the source alone, where ranks load together. Set before the start, closed with the landing.
     """
 
     reads_on_caller = False
@@ -127,6 +141,7 @@ class DeviceLanding:
         self._lock = threading.Lock()  # the fields below
         self._closed = False
         self._ring: Ring | None = None
+        self.relay: Relay | None = None
         self._memory: dict[int, _SpanMemory] = {}
         self._written: set[str] = set()  # given tensors that were not handed out yet
         self._ahead_nbytes = 0  # device memory of spans that were not handed out yet
@@ -154,7 +169,9 @@ class DeviceLanding:
                 raise StreamError("the stream is closed")
             if self._ring is None:
                 self._ring = self._new_ring()
-            return _DeviceFilling(SlotFiller(self._plan, self._sources), self._ring, self)
+            filler = SlotFiller(self._plan, self._sources)
+            fill = filler.fill_slot if self.relay is None else partial(self.relay.fill_slot, filler)
+            return _DeviceFilling(filler, fill, self._ring, self)
 
     def _new_ring(self) -> Ring:
         """No more and no longer slots than the plan's reads can use."""
@@ -436,6 +453,8 @@ class DeviceLanding:
         if self._pid != os.getpid():  # device, ring and threads are the parent's
             self._memory.clear()
             return
+        if self.relay is not None:
+            self.relay.close()
         with self._lock:
             self._closed = True
             ring, self._ring = self._ring, None
@@ -481,18 +500,18 @@ class _Handed:
 class _DeviceFilling:
     """Fills slots and sends them off."""
 
-    def __init__(self, filler: SlotFiller, ring: Ring, landing: DeviceLanding) -> None:
-        self._filler, self._ring, self._landing = filler, ring, landing
+    def __init__(self, filler: SlotFiller, fill: FillSlot, ring: Ring, landing: DeviceLanding) -> None:
+        self._filler, self._fill, self._ring, self._landing = filler, fill, ring, landing
 
     def close(self) -> None:
         self._filler.close()
-        del self._ring, self._landing
+        del self._fill, self._ring, self._landing
 
     def fill(self, read: Read) -> Hops:
         ring = self._ring
         slot = ring.take()
         try:
-            data, hops = self._filler.fill_slot(read, slot.view)
+            data, hops = self._fill(read, slot.view)
             data = ring.settle(slot, data)
         except BaseException:
             ring.put_back(slot)

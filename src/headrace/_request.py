@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace._landing import HostLanding
     from headrace._peers import Peers
     from headrace._pipeline import DeviceLanding
+    from headrace._trace import Tracer
     from headrace.devices.base import Destination, Device, HostTarget
 
 Into: TypeAlias = "Mapping[str, torch.Tensor] | Callable[[TensorInfo], torch.Tensor | None]"
@@ -133,10 +134,19 @@ class Request:
         ownership: Ownership,
         order: Order,
         progress: Callable[[Snapshot], None] | None,
-        on_stop: Callable[[], None] | None,
+        on_stop: Callable[[], None],
+        opened_here: bool,
         peers: Peers | None = None,
+        tracer: Tracer | None = None,
     ) -> Engine:
-        """The engine for this request, ready to run. `peers`: the ranks that load together; making it is collective."""
+        """The engine for this request, ready to run.
+
+        Args:
+            on_stop: called when the load is over.
+            opened_here: whether the checkpoint was opened for it, so that all that its sources were asked for counts.
+            peers: the ranks that load together; with them this is collective.
+            tracer: records the load.
+        """
         from headrace._engine import Engine, Job  # imports torch
 
         if ownership != "leased" and self.mappings:
@@ -151,24 +161,26 @@ class Request:
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
         counters = _new_progress(plan, degraded, sources)
-        counters.count_traffic = _traffic_counter(sources, opened_here=on_stop is not None)
+        counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
         _withhold_last(plan, sources)
-        landing = self._landing(plan, target, counters, ownership, destinations)
+        seen = sources if tracer is None else tracer.sources(sources)
+        landing = self._landing(plan, seen, target, counters, ownership, destinations)
         shared = self._share(peers, landing, plan, counters) if peers is not None else None
         job = Job(
             plan=plan,
             sources=sources,
-            landing=shared or landing,
+            landing=shared or landing if tracer is None else tracer.landing(shared or landing),
             into_given=bool(destinations),
             order=order,
             rename=_renaming(rename),
             on_progress=progress,
             on_stop=on_stop,
             demands_direct=self.options.direct_io == "on",
+            tracer=tracer,
         )
         engine = Engine(job, counters)
         if shared is not None:
-            shared.report_to(engine)
+            shared.report_to(engine if tracer is None else tracer.report(engine))
         return engine
 
     def _open_device(self) -> HostTarget | Device:
@@ -195,6 +207,7 @@ class Request:
     def _landing(
         self,
         plan: Plan,
+        sources: Sequence[ByteSource],
         target: HostTarget | Device,
         counters: Progress,
         ownership: Ownership,
@@ -204,7 +217,6 @@ class Request:
         from headrace._pipeline import DeviceLanding
         from headrace.devices.cpu import CpuTarget
 
-        sources = self.checkpoint.sources
         if isinstance(target, CpuTarget):
             return HostLanding(
                 plan, sources, target, counters, ownership=ownership, destinations=destinations, mappings=self.mappings
@@ -212,12 +224,10 @@ class Request:
         device = cast("Device", target)
         return DeviceLanding(plan, sources, device, CpuTarget(), counters, ownership=ownership, destinations=destinations)
 
-    def _share(self, peers: Peers, landing: HostLanding | DeviceLanding, plan: Plan, counters: Progress) -> GroupLanding:
+    def _share(self, peers: Peers, landing: HostLanding | DeviceLanding, plan: Plan, counters: Progress) -> GroupLanding | None:
         from headrace._exchange import join_group
         from headrace._landing import HostLanding
 
-        if not isinstance(landing, HostLanding):
-            raise OptionError(f"group= loads to host memory only, and this load goes to {self.device_name}", option="group")
         if self.mappings:
             raise OptionError("mmap leaves nothing to share with a group; leave one of the two out", option="mmap")
         ledgers = [source.ledger for source in self.checkpoint.sources if isinstance(source, VerifiedSource)]
@@ -225,6 +235,11 @@ class Request:
             reason = "a group can verify by a manifest only: by a whole file's digest each rank would have to read all of it"
             raise OptionError(f"{reason}; write one with `headrace verify --write`", option="verify")
         policy = self.options.partition or "chunks"
+        if not isinstance(landing, HostLanding):
+            from headrace._relay import join_relay
+
+            landing.relay = join_relay(peers, plan, self.checkpoint.sources, self.slices, policy, counters)
+            return None
         return join_group(peers, landing, plan, self.checkpoint.sources, self.slices, policy, counters)
 
     def _destinations(self, into: Into, target: HostTarget | Device) -> dict[str, Destination]:

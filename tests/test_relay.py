@@ -1,0 +1,142 @@
+"""Ranks that load to devices together: each byte is read by one rank, and every rank's device has every tensor."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from checkpoints import bytes_of, mixed_contents, write
+from ranks import Outcome, prepare_ranks, run_ranks
+from simulated_gpu import needs_compiler, simulated_gpu
+
+import headrace
+from headrace import OptionError, PeerError, SourceError
+from headrace.testing import Fault, FaultySource, Raise, touches
+
+KIB, MIB = 1 << 10, 1 << 20
+pytestmark = [pytest.mark.slow, needs_compiler]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> None:
+    prepare_ranks()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of every kind of tensor, about 18 MiB."""
+    path = tmp_path_factory.mktemp("model")
+    contents = mixed_contents()
+    for shard in range(2):
+        write(path / f"model-{shard}.safetensors", {f"{shard}.{name}": entry for name, entry in contents.items()})
+    return path
+
+
+def values(outcomes: list[Outcome | None]) -> list[Any]:
+    """What the ranks returned; an error of any of them is the test's."""
+    for outcome in outcomes:
+        assert outcome is not None
+        if outcome.error is not None:
+            raise AssertionError(outcome.trace) from outcome.error
+    return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+def error_of(outcome: Outcome | None) -> BaseException:
+    """The error that a rank ended with."""
+    assert outcome is not None
+    assert outcome.error is not None, outcome.value
+    return outcome.error
+
+
+def load(rank: int, path: Path, arguments: dict[str, Any]) -> tuple[dict[str, bytes], int, int, int]:
+    """Load to a device with all ranks; the bytes, and what was read, received and sent to the device."""
+    with simulated_gpu("random") as gpu:
+        with headrace.stream(path, device=gpu.device, group=True, **arguments) as tensors:
+            kept = dict(tensors)
+        found = {name: bytes_of(tensor) for name, tensor in kept.items()}
+        del kept
+        stats = tensors.stats
+        assert (stats.rank, stats.ranks) == (rank, dist.get_world_size())
+        return found, stats.read_nbytes, stats.from_peers_nbytes, stats.sent_nbytes
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments"),
+    [(2, {}), (4, {"memory_limit": 0}), (3, {"partition": "spans", "concurrency": 2}), (2, {"partition": "files"})],
+    ids=str,
+)
+def test_every_device_has_every_tensor_and_each_byte_is_read_once(folder: Path, world: int, arguments: dict[str, Any]) -> None:
+    found = values(run_ranks(world, load, folder, arguments))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
+    nbytes = headrace.plan(folder, device="cuda:0", **arguments).read_nbytes
+    for tensors, read, received, sent in found:
+        assert tensors == whole
+        assert read + received == nbytes
+        assert sent == nbytes
+    assert sum(read for _, read, _, _ in found) == nbytes
+
+
+def load_converted(_rank: int, path: Path) -> dict[str, bytes]:
+    """Narrower on the host before they are shared, wider on the device; each rank's rows of some."""
+    with simulated_gpu("random") as gpu, headrace.open(path) as checkpoint:
+        slices = headrace.tensor_parallel(checkpoint, dist.get_rank(), 2, {"*.weight": "rowwise"})
+        dtype = {"*.norm": "bfloat16", "*.bias": "float32", "*.scale": "float32"}
+        kept = headrace.load(checkpoint, device=gpu.device, group=True, dtype=dtype, slices=slices)
+        found = {name: bytes_of(tensor) for name, tensor in kept.items()}
+        del kept
+        return found
+
+
+def test_casts_and_slices_are_those_of_a_load_alone(folder: Path) -> None:
+    found = values(run_ranks(2, load_converted, folder))
+    whole = headrace.load(folder, dtype={"*.norm": "bfloat16", "*.bias": "float32", "*.scale": "float32"})
+    for rank, tensors in enumerate(found):
+        for name, tensor in whole.items():
+            part = tensor.chunk(2, dim=1)[rank] if name.endswith("weight") else tensor
+            assert tensors[name] == bytes_of(part), name
+
+
+def end_early(rank: int, path: Path, how: str) -> int:
+    """Rank 1 stops, fails or is killed after a few tensors."""
+    taken = 0
+    sources: list[Any] = [headrace.open(file).sources[0] for file in sorted(path.glob("*.safetensors"))]
+    if rank == 1 and how == "fails":
+        sources[1] = FaultySource(sources[1], [Fault(touches(2 * MIB, 3 * MIB), Raise(SourceError))])
+    with simulated_gpu("random") as gpu:
+        for _ in headrace.stream(sources, device=gpu.device, group=True, memory_limit=0, concurrency=2):
+            taken += 1
+            if rank == 1 and taken == 4:
+                if how == "stops":
+                    break
+                if how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return taken
+
+
+@pytest.mark.parametrize("how", ["stops", "fails", "dies"])
+def test_a_rank_that_ends_early_is_named_to_the_others(folder: Path, how: str) -> None:
+    outcomes = run_ranks(3, end_early, folder, how)
+    for rank in (0, 2):
+        error = error_of(outcomes[rank])
+        assert isinstance(error, PeerError), outcomes[rank]
+        assert error.rank == 1
+    if how == "fails":
+        assert isinstance(error_of(outcomes[1]), SourceError)
+
+
+def load_apart(rank: int, path: Path) -> None:
+    """Ranks that do not see each other's memory."""
+    import headrace._node
+
+    headrace._node._NAME = f"headrace-{rank}"
+    with simulated_gpu() as gpu:
+        headrace.load(path, device=gpu.device, group=True)
+
+
+def test_ranks_that_share_no_memory_are_refused(folder: Path) -> None:
+    for outcome in run_ranks(2, load_apart, folder):
+        assert isinstance(error_of(outcome), OptionError)
