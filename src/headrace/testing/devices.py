@@ -203,7 +203,10 @@ class SimulatedAllocator:
         return next((block for block in self.blocks.values() if block.address <= address < block.address + block.nbytes), None)
 
     def _show(self, block: _Block) -> None:
-        self._simulated.device_bytes(block.address, block.nbytes)  # a violation where a copy into it is still queued
+        try:
+            self._simulated.device_bytes(block.address, block.nbytes)  # a violation where a copy into it is still queued
+        except ValueError:  # the runtime keeps no bytes: there is nothing to see
+            return
         if not block.visible:
             block.visible = True
             self._simulated.library.sim_expose(block.address, True)
