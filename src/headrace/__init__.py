@@ -9,13 +9,14 @@ headrace.pull(url, dst) copies files into a folder
 headrace.verify(url)   -> whether every byte is what a manifest or the hub says; writes manifests
 headrace.folder(url)   -> what lies in a folder or under a prefix, to list and to open
 headrace.tensor_parallel(checkpoint, rank, world) -> the slices that one rank computes with
+headrace.save_metadata(url, dst) -> headers and an index, for metadata=
 headrace.open_sharded, headrace.save_sharded: checkpoints that are divided among ranks already
 headrace.load_into(module, url) -> which of its parameters and buffers were filled
 headrace.state_dict(url) -> a mapping from names to tensors that are read when they are looked up
 headrace.safe_open, headrace.load_file: as in safetensors
 """
 
-from headrace._api import TensorStream, folder, load, open, open_sharded, plan, pull, read, stream, verify
+from headrace._api import TensorStream, folder, load, open, open_sharded, plan, pull, read, save_metadata, stream, verify
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
 from headrace._options import Options
@@ -100,6 +101,7 @@ __all__ = [
     "pull",
     "read",
     "safe_open",
+    "save_metadata",
     "save_sharded",
     "state_dict",
     "stream",

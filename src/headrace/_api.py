@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from headrace._checkpoint import Checkpoint, open_files
+from headrace._checkpoint import Checkpoint, open_files, read_header_text
 from headrace._interpreter import gc_paused
 from headrace._location import Location, Verify, is_remote_url, load_manifest, local_path, open_location, open_place
 from headrace._manifest import MANIFEST_NAME
+from headrace._metadata import Metadata, write_metadata
 from headrace._options import Options, resolve
 from headrace._plan import Plan
 from headrace._progress import Snapshot
@@ -41,7 +42,13 @@ if TYPE_CHECKING:
 
 
 def open(
-    url: Location, *, verify: Verify = None, credentials: object = None, options: Options | None = None, **overrides: Any
+    url: Location,
+    *,
+    verify: Verify = None,
+    metadata: str | os.PathLike[str] | None = None,
+    credentials: object = None,
+    options: Options | None = None,
+    **overrides: Any,
 ) -> Checkpoint:
     """Open a checkpoint and check all of its headers. No tensor is read, and torch is not needed.
 
@@ -52,6 +59,9 @@ def open(
             beside the files or the digest that the hub knows, and refuse a file that has neither; "auto": the same, and
             read a file that has neither unchecked, with a warning; a path, a URL or the JSON of a manifest: against that.
             None or False: not. See docs/integrity.md.
+        metadata: a local folder that stands in for the listing and the index: the index, and for each shard a file of its name
+            that begins as it does; `save_metadata` writes one, and a copy of the checkpoint is one. Every shard is compared with
+            its header there as it is opened. None: the store is asked.
         credentials: for the store: `headrace.sources.s3.S3Credentials`, a token for the hub or a web server. None: as the
             store's own tools find them.
         options: tuning; see `Options`. Every field may also be given by name.
@@ -62,6 +72,7 @@ def open(
     Raises:
         SourceNotFoundError, SourcePermissionError, SourceError: the files cannot be read.
         FormatError: a file or the index breaks a rule of the format; the message names file, tensor and rule.
+        SourceChangedError: a shard is not what `metadata` says.
         IntegrityError: what was read is not what `verify` says; the error has url, offset, block and both digests.
         OptionError: an unknown option, or one that cannot be used; `verify` where there is nothing to check against.
 
@@ -70,7 +81,48 @@ def open(
         ...     print(len(checkpoint), checkpoint.nbytes)
         103 90405376
     """
-    return open_location(url, _resolved(url, options, overrides), credentials, verify=verify)
+    return open_location(url, _resolved(url, options, overrides), credentials, verify=verify, metadata=metadata)
+
+
+def save_metadata(
+    url: Location,
+    dst: str | os.PathLike[str],
+    *,
+    credentials: object = None,
+    options: Options | None = None,
+    **overrides: Any,
+) -> list[Path]:
+    """Save what `metadata=` takes: an index, the header of every shard under the shard's name, and their versions.
+
+    Args:
+        url: as for `open`.
+        dst: the folder; made where it does not exist.
+        credentials, options: as for `open`.
+
+    Returns:
+        The files. A shard's begins as the shard does, and ends with the header.
+
+    Raises:
+        As `open`; OptionError: two shards have one name; OSError: `dst` cannot be written to.
+
+    Example:
+        >>> headrace.save_metadata("s3://bucket/minilm", "metadata/minilm")
+        >>> weights = headrace.load("s3://bucket/minilm", metadata="metadata/minilm")
+    """
+    checkpoint = open_location(url, _resolved(url, options, overrides), credentials)
+    try:
+        names, sources = checkpoint.names_of_shards, checkpoint.sources
+        if len(set(names)) < len(names):
+            raise OptionError(f"{checkpoint.url}: two of its files have one name; save the metadata of each folder", option="url")
+        return write_metadata(
+            local_path(dst),
+            {name: read_header_text(source) for name, source in zip(names, sources, strict=True)},
+            {tensor: names[shard] for tensor, (shard, _) in checkpoint.where.items()},
+            dict(zip(names, sources, strict=True)),
+        )
+    finally:
+        if checkpoint is not url:
+            checkpoint.close()
 
 
 def open_sharded(
@@ -78,6 +130,7 @@ def open_sharded(
     *,
     rank: int,
     pattern: str = PATTERN,
+    metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
     **overrides: Any,
@@ -88,6 +141,7 @@ def open_sharded(
         url: the folder, as for `open`.
         rank: whose part.
         pattern: what the files are called; has {rank} and {part}.
+        metadata: as for `open`; of all ranks or of this one.
         credentials, options: as for `open`.
 
     Returns:
@@ -104,9 +158,10 @@ def open_sharded(
     folder, only = open_place(url, resolved, credentials)
     if only is not None:
         raise OptionError(f"{url}: a checkpoint divided among ranks is a folder, and this is a file", option="url")
-    names = files_of_rank(folder.names(), rank=rank, pattern=pattern, url=folder.url)
+    known = Metadata(local_path(metadata)) if metadata is not None else None
+    names = files_of_rank(folder.names() if known is None else known.names, rank=rank, pattern=pattern, url=folder.url)
     openers = [lambda name=name: folder.open(name) for name in names]
-    return open_files(openers, folder.url, resolved, remote=is_remote_url(url))
+    return open_files(openers, folder.url, resolved, remote=is_remote_url(url), metadata=known)
 
 
 def plan(
@@ -118,6 +173,7 @@ def plan(
     dtype: DTypeRule = None,
     target_dtypes: DTypeRule = None,
     verify: Verify = None,
+    metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
     **overrides: Any,
@@ -125,7 +181,7 @@ def plan(
     """Plan a load without doing it: what would be read, in what order, where it would land, and why.
 
     Args:
-        url, names, slices, dtype, verify, credentials, options: as for `stream`.
+        url, device, names, slices, dtype, verify, metadata, credentials, options: as for `stream`.
 
     Returns:
         Plain data; `str(plan)` explains it.
@@ -134,7 +190,7 @@ def plan(
         As `open`, and TensorNotFoundError for a name that fits nothing.
     """
     resolved = _resolved(url, options, overrides, device)
-    checkpoint = open_location(url, resolved, credentials, verify=verify)
+    checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
     try:
         return Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device).plan()
     finally:
@@ -157,6 +213,7 @@ def stream(
     group: dist.ProcessGroup | bool | None = None,
     progress: Callable[[Snapshot], None] | None = None,
     verify: Verify = None,
+    metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
     **overrides: Any,
@@ -190,6 +247,7 @@ def stream(
         progress: called with a `Snapshot` while the load goes on, on the thread that iterates.
         verify: as for `open`. A tensor is handed out when all blocks of the file that it lies in were checked. Where only the
             digest of a whole file is known, that of the file's last tensor waits for it, and all of the file is read.
+        metadata: as for `open`.
         credentials: as for `open`.
         options: tuning; see `Options`. Every field may also be given by name.
 
@@ -209,7 +267,7 @@ def stream(
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     with _gathered(group, resolved) as peers:
-        checkpoint = open_location(url, resolved, credentials, verify=verify)
+        checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
         close = checkpoint.close if checkpoint is not url else None
         try:
             request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)

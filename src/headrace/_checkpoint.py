@@ -25,6 +25,7 @@ from typing_extensions import Self
 
 from headrace._header import Header, TensorInfo, header_nbytes, parse_header
 from headrace._interpreter import gc_paused
+from headrace._metadata import Metadata, file_name
 from headrace._options import Options
 from headrace._selection import info_at, unknown_tensor
 from headrace.errors import FormatError, SourceNotFoundError
@@ -53,6 +54,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         options: what it was opened with, the environment included; loads from it start from them.
         largest: bytes of the two largest tensors in the shards.
         unverified: shards that should have been verified, and could not be (`verify="auto"`).
+        names_of_shards: the shards' paths below the folder, or their file names.
 
     Example:
         >>> with headrace.open("models/minilm") as checkpoint:
@@ -71,6 +73,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.url = url
         self.options = options
         self.unverified: tuple[str, ...] = ()
+        self.names_of_shards: tuple[str, ...] = tuple(file_name(source.url) for source in sources)
         self.sources = tuple(sources)
         self.headers = tuple(headers)
         self.rows = tuple(rows)
@@ -137,7 +140,9 @@ class _Shards:
     allowed: dict[str, set[str]] | None
 
 
-def open_folder(folder: Folder, options: Options, *, index: str | None = None, remote: bool = False) -> Checkpoint:
+def open_folder(
+    folder: Folder, options: Options, *, index: str | None = None, remote: bool = False, metadata: Metadata | None = None
+) -> Checkpoint:
     """Open a folder of shards.
 
     Args:
@@ -145,12 +150,15 @@ def open_folder(folder: Folder, options: Options, *, index: str | None = None, r
         options: resolved tuning, for the loads to come.
         index: the index file to go by; found by its name where it is None.
         remote: whether every look at the folder is a round trip: then looks are taken side by side.
+        metadata: what stands in for the listing and the index, and what the headers have to be.
 
     Raises:
         SourceNotFoundError: no such folder, or no safetensors file in it.
         FormatError: an index, a name, a header or the set of shards breaks a rule; every shard is checked.
     """
-    if remote:
+    if metadata is not None:
+        present, known = metadata.names, {name: metadata.text(name) for name in metadata.names if name.endswith(INDEX_SUFFIX)}
+    elif remote:
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-open") as pool:
             usual = pool.submit(_read_if_there, folder, index or f"model{INDEX_SUFFIX}")
             present, known = folder.names(), usual.result()
@@ -162,25 +170,43 @@ def open_folder(folder: Folder, options: Options, *, index: str | None = None, r
         shards = _indexed_shards(folder, index, present, text)
     else:
         shards = _Shards(_unindexed_shards(folder, present), None)
-    return _open([lambda name=name: folder.open(name) for name in shards.names], folder.url, shards, options, remote)  # type: ignore[misc]
+    openers = [lambda name=name: folder.open(name) for name in shards.names]
+    return _open(openers, folder.url, shards, options, remote, metadata)
 
 
-def open_files(openers: Sequence[Callable[[], ByteSource]], url: str, options: Options, *, remote: bool = False) -> Checkpoint:
+def open_files(
+    openers: Sequence[Callable[[], ByteSource]],
+    url: str,
+    options: Options,
+    *,
+    remote: bool = False,
+    metadata: Metadata | None = None,
+) -> Checkpoint:
     """Open the files given, all of whose tensors count. Raises as `open_folder`."""
-    return _open(openers, url, _Shards([], None), options, remote)
+    return _open(openers, url, _Shards([], None), options, remote, metadata)
 
 
-def _open(openers: Sequence[Callable[[], ByteSource]], url: str, shards: _Shards, options: Options, remote: bool) -> Checkpoint:
+def _open(
+    openers: Sequence[Callable[[], ByteSource]],
+    url: str,
+    shards: _Shards,
+    options: Options,
+    remote: bool,
+    metadata: Metadata | None,
+) -> Checkpoint:
     sources: list[ByteSource] = []
     try:
         _open_all(openers, sources, remote)
+        names = shards.names or [file_name(source.url) for source in sources]
         with gc_paused.held():
-            headers = _read_headers(sources)
+            headers = _read_headers(sources, names, metadata)
             rows = [
                 None if shards.allowed is None else _allowed_rows(header, name, shards.allowed[name])
-                for header, name in zip(headers, shards.names or [""] * len(headers), strict=True)
+                for header, name in zip(headers, names, strict=True)
             ]
-            return Checkpoint(url, sources, headers, rows, options)
+            checkpoint = Checkpoint(url, sources, headers, rows, options)
+            checkpoint.names_of_shards = tuple(names)
+            return checkpoint
     except BaseException:
         for source in sources:
             source.close()
@@ -199,13 +225,16 @@ def _open_all(openers: Sequence[Callable[[], ByteSource]], sources: list[ByteSou
         future.result()  # raises what went wrong first
 
 
-def _read_headers(sources: Sequence[ByteSource]) -> list[Header]:
+def _read_headers(sources: Sequence[ByteSource], names: Sequence[str], metadata: Metadata | None) -> list[Header]:
     """All headers in one round: over a network one round trip, and not one per shard. Parsing gains nothing by threads."""
     if len(sources) < 2:
-        texts = [_read_header_text(source) for source in sources]
+        texts = [read_header_text(source) for source in sources]
     else:
         with ThreadPoolExecutor(max_workers=min(32, len(sources)), thread_name_prefix="headrace-header") as pool:
-            texts = list(pool.map(_read_header_text, sources))
+            texts = list(pool.map(read_header_text, sources))
+    for name, source, text in zip(names, sources, texts, strict=True):
+        if metadata is not None:
+            metadata.check(name, source, text)
     return [parse_header(text, url=source.url, nbytes=source.nbytes) for source, text in zip(sources, texts, strict=True)]
 
 
@@ -215,10 +244,11 @@ def read_header(source: ByteSource) -> Header:
     Raises:
         FormatError: the file is no safetensors file, or breaks a rule of the format.
     """
-    return parse_header(_read_header_text(source), url=source.url, nbytes=source.nbytes)
+    return parse_header(read_header_text(source), url=source.url, nbytes=source.nbytes)
 
 
-def _read_header_text(source: ByteSource) -> bytes:
+def read_header_text(source: ByteSource) -> bytes:
+    """The JSON of a shard's header, as it lies there. Raises as `read_header`."""
     first = bytearray(min(_FIRST_NBYTES, source.nbytes))
     source.read_into(0, memoryview(first))
     length = header_nbytes(bytes(first), url=source.url, nbytes=source.nbytes)

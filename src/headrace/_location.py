@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from headrace._checkpoint import INDEX_SUFFIX, Checkpoint, open_files, open_folder
 from headrace._integrity import VerifiedSource
 from headrace._manifest import MANIFEST_NAME, Manifest, manifest_of
+from headrace._metadata import Metadata
 from headrace._options import Options
 from headrace._verification import Verification, read_manifest
 from headrace.errors import OptionError
@@ -28,24 +29,34 @@ Location: TypeAlias = "str | os.PathLike[str] | Checkpoint | ByteSource | Folder
 Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, Any] | None"
 
 
-def open_location(url: Location, options: Options, credentials: object = None, *, verify: Verify = None) -> Checkpoint:
+def open_location(
+    url: Location,
+    options: Options,
+    credentials: object = None,
+    *,
+    verify: Verify = None,
+    metadata: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
     """Open what a url names; an open checkpoint is returned as it is.
 
     Args:
         url: see `headrace.open`.
         options: resolved tuning.
         credentials: for the store that a URL leads to; None where they are found as the store's own tools find them.
-        verify: see `headrace.open`.
+        verify, metadata: see `headrace.open`.
 
     Raises:
-        OptionError: it is no url, or of a kind that there is no source for; or `verify` cannot be used.
+        OptionError: it is no url, or of a kind that there is no source for; or `verify` or `metadata` cannot be used.
         As `_checkpoint.open_folder`.
     """
     if isinstance(url, Checkpoint):
         _check_verified(url, verify)
+        if metadata is not None:
+            raise OptionError("metadata has to be given to headrace.open: the checkpoint is open already", option="metadata")
         return url
     verification = _verification(verify, options, credentials)
-    checkpoint = _open(url, options, credentials, verification)
+    known = Metadata(local_path(metadata)) if metadata is not None else None
+    checkpoint = _open(url, options, credentials, verification, known)
     if verification is not None:
         checkpoint.unverified = tuple(sorted(verification.unverified))
         for source, header in zip(checkpoint.sources, checkpoint.headers, strict=True):
@@ -54,18 +65,20 @@ def open_location(url: Location, options: Options, credentials: object = None, *
     return checkpoint
 
 
-def _open(url: Location, options: Options, credentials: object, verification: Verification | None) -> Checkpoint:
+def _open(
+    url: Location, options: Options, credentials: object, verification: Verification | None, metadata: Metadata | None
+) -> Checkpoint:
     if isinstance(url, (str, os.PathLike)):
         if is_remote_url(url):
-            return _open_url(str(url), options, credentials, verification)
-        return _open_path(local_path(url), options, verification)
+            return _open_url(str(url), options, credentials, verification, metadata)
+        return _open_path(local_path(url), options, verification, metadata)
     if isinstance(url, Sequence):
-        return _open_list(url, options, credentials, verification)
+        return _open_list(url, options, credentials, verification, metadata)
     if hasattr(url, "read_into"):
         source = cast(ByteSource, url)
-        return open_files([_checked(verification, lambda: source, source.url)], source.url, options)
+        return open_files([_checked(verification, lambda: source, source.url)], source.url, options, metadata=metadata)
     if hasattr(url, "names"):
-        return open_folder(_checked_folder(verification, cast(Folder, url)), options)
+        return open_folder(_checked_folder(verification, cast(Folder, url)), options, metadata=metadata)
     raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")
 
 
@@ -90,25 +103,30 @@ def is_remote_url(url: object) -> bool:
     return isinstance(url, str) and "://" in url and not url.lower().startswith("file:")
 
 
-def _open_url(url: str, options: Options, credentials: object, verification: Verification | None) -> Checkpoint:
+def _open_url(
+    url: str, options: Options, credentials: object, verification: Verification | None, metadata: Metadata | None
+) -> Checkpoint:
     from headrace._remote import Remote  # brings the network's modules in
 
     remote = Remote(options, credentials)
     path = urlsplit(url).path
     if path.endswith(INDEX_SUFFIX):
         base, _, index = url.partition("?")[0].rpartition("/")
-        return open_folder(_checked_folder(verification, remote.folder(base)), options, index=index, remote=True)
+        folder = _checked_folder(verification, remote.folder(base))
+        return open_folder(folder, options, index=index, remote=True, metadata=metadata)
     if path.endswith(".safetensors"):
-        return open_files([_checked(verification, lambda: remote.open(url), path, lambda: remote.place(url)[0])], url, options)
-    return open_folder(_checked_folder(verification, remote.folder(url)), options, remote=True)
+        opener = _checked(verification, lambda: remote.open(url), path, lambda: remote.place(url)[0])
+        return open_files([opener], url, options, metadata=metadata)
+    return open_folder(_checked_folder(verification, remote.folder(url)), options, remote=True, metadata=metadata)
 
 
-def _open_path(path: Path, options: Options, verification: Verification | None) -> Checkpoint:
+def _open_path(path: Path, options: Options, verification: Verification | None, metadata: Metadata | None) -> Checkpoint:
     if path.is_dir():
-        return open_folder(_checked_folder(verification, _folder(path, options)), options)
+        return open_folder(_checked_folder(verification, _folder(path, options)), options, metadata=metadata)
     if path.name.endswith(INDEX_SUFFIX):
-        return open_folder(_checked_folder(verification, _folder(path.parent, options)), options, index=path.name)
-    return open_files([_file_opener(path, options, verification)], str(path), options)
+        folder = _checked_folder(verification, _folder(path.parent, options))
+        return open_folder(folder, options, index=path.name, metadata=metadata)
+    return open_files([_file_opener(path, options, verification)], str(path), options, metadata=metadata)
 
 
 def _file_opener(path: Path, options: Options, verification: Verification | None) -> Callable[[], ByteSource]:
@@ -127,7 +145,9 @@ def _folder(path: Path, options: Options) -> FileFolder:
     return FileFolder(path, direct_io=options.direct_io or "auto", kind=_kind(options))
 
 
-def _open_list(urls: Sequence[Any], options: Options, credentials: object, verification: Verification | None) -> Checkpoint:
+def _open_list(
+    urls: Sequence[Any], options: Options, credentials: object, verification: Verification | None, metadata: Metadata | None
+) -> Checkpoint:
     if not urls:
         raise OptionError("url is an empty list: there is nothing to load", option="url")
     is_remote = any(is_remote_url(url) for url in urls)
@@ -141,7 +161,7 @@ def _open_list(urls: Sequence[Any], options: Options, credentials: object, verif
         return _file_opener(local_path(url), options, verification)
 
     named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
-    return open_files([opener(url) for url in urls], named, options, remote=is_remote)
+    return open_files([opener(url) for url in urls], named, options, remote=is_remote, metadata=metadata)
 
 
 def _remote(options: Options, credentials: object) -> Remote:
