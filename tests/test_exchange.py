@@ -120,6 +120,25 @@ def test_any_ranks_can_load_together_and_talk_of_other_things_meanwhile(folder: 
     assert values(run_ranks(4, load_in_subgroup, folder)) == [None, whole, None, whole]
 
 
+def load_on_node(rank: int, path: Path) -> tuple[dict[str, bytes], int]:
+    """Ranks 0 and 2 are on one machine, 1 and 3 on another, as far as they can tell."""
+    import headrace._peers
+
+    headrace._peers._node = lambda: (f"machine {rank % 2}", "")
+    with headrace.stream(path, group="node") as tensors:
+        found = {name: bytes_of(tensor) for name, tensor in tensors}
+    assert (tensors.stats.rank, tensors.stats.ranks) == (rank // 2, 2)
+    return found, tensors.stats.read_nbytes
+
+
+def test_each_node_can_load_for_itself(folder: Path) -> None:
+    found = values(run_ranks(4, load_on_node, folder))
+    whole = expected(folder)
+    assert [tensors for tensors, _ in found] == [whole] * 4
+    nbytes = headrace.plan(folder).read_nbytes
+    assert [found[0][1] + found[2][1], found[1][1] + found[3][1]] == [nbytes, nbytes]
+
+
 def load_into(_rank: int, path: Path) -> bool:
     """Fill tensors that are there: contiguous, strided and small ones."""
     whole = headrace.load(path)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
@@ -210,7 +210,7 @@ def stream(
     rename: Rename | None = None,
     ownership: Ownership = "leased",
     order: Order = "ready",
-    group: dist.ProcessGroup | bool | None = None,
+    group: dist.ProcessGroup | Literal["node"] | bool | None = None,
     progress: Callable[[Snapshot], None] | None = None,
     verify: Verify = None,
     metadata: str | os.PathLike[str] | None = None,
@@ -241,9 +241,9 @@ def stream(
             "borrowed": a tensor may be used until the next one has been taken; keeping one longer raises `StreamError`.
         order: "ready" hands tensors out as they come in, "file" in the order of shards and offsets.
         group: ranks of torch.distributed that load together, each byte read by one of them and sent to the others: a process
-            group, or True for the default one. All of them call this, with the same arguments but for `slices`, and take
-            tensors at about the same pace: the slowest sets it. Slices are read by each rank for itself. None: no rank talks
-            to another. See docs/distributed.md.
+            group, True for the default one, or "node" for those of it that are on one node with this one. All of them call
+            this, with the same arguments but for `slices`, and take tensors at about the same pace: the slowest sets it.
+            None: no rank talks to another. See docs/distributed.md.
         progress: called with a `Snapshot` while the load goes on, on the thread that iterates.
         verify: as for `open`. A tensor is handed out when all blocks of the file that it lies in were checked. Where only the
             digest of a whole file is known, that of the file's last tensor waits for it, and all of the file is read.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,6 +29,12 @@ _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, a
 _loads = Counter[str]()  # by group: all ranks of one begin their loads together in the same order
 
 
+def _node() -> tuple[str, str]:
+    """What tells this node, or container, from others."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot_id.read_text().strip() if boot_id.exists() else ""
+
+
 class _Failure(NamedTuple):
     """What a rank gives that cannot begin."""
 
@@ -37,7 +45,8 @@ class Peers:
     """The ranks that load together. `gather`, `agree` and `connect` are collective: all of them call these in the same order.
 
     Args:
-        group: of torch.distributed; True: the default one.
+        group: of torch.distributed; True: the default one; "node": those of the default one that are on this node, so that each
+            node loads for itself. Finding them is collective over the default group.
         timeout_s: how long a rank may give no sign of life, or keep the others waiting for the start.
 
     Attributes:
@@ -51,18 +60,22 @@ class Peers:
     def __init__(self, group: Any, timeout_s: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise OptionError("group= needs torch.distributed.init_process_group to have been called", option="group")
-        if group is not True and not isinstance(group, dist.ProcessGroup):
-            raise OptionError(f"group is a torch.distributed group, True or None, not {type(group).__name__}", option="group")
-        given = dist.group.WORLD if group is True else group
-        self.rank, self.size = dist.get_rank(given), dist.get_world_size(given)
-        if self.rank < 0:
-            raise OptionError("this process is not in the group", option="group")
+        if group is not True and group != "node" and not isinstance(group, dist.ProcessGroup):
+            raise OptionError(f'group is a torch.distributed group, True, "node" or None, not {group!r}', option="group")
         self.timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
-        members = hashlib.sha256(repr(dist.get_process_group_ranks(given)).encode()).hexdigest()[:16]
-        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"headrace/{members}/{_loads[members]}", _get_default_store()
-        )
-        _loads[members] += 1
+        members = dist.get_process_group_ranks(dist.group.WORLD if group is True or group == "node" else group)
+        if dist.get_rank() not in members:
+            raise OptionError("this process is not in the group", option="group")
+        self._join(members)
+        if group == "node":
+            nodes = self.gather(_node())
+            self._join([member for member, node in zip(members, nodes, strict=True) if node == nodes[self.rank]])
+
+    def _join(self, members: Sequence[int]) -> None:
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        name = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
+        self._store = dist.PrefixStore(f"headrace/{name}/{_loads[name]}", _get_default_store())  # type: ignore[attr-defined]
+        _loads[name] += 1
         self._steps = 0
         self._agreed = False
         self._wire: Any = None
