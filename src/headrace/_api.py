@@ -24,7 +24,7 @@ from headrace._options import Options, resolve
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
-from headrace._request import Into, Order, Ownership, Rename, Request, name_of_device, read_at_once
+from headrace._request import Into, Order, Ownership, Rename, Request, read_at_once
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
@@ -189,7 +189,7 @@ def plan(
     Raises:
         As `open`, and TensorNotFoundError for a name that fits nothing.
     """
-    resolved = _resolved(url, options, overrides, device)
+    resolved = _resolved(url, options, overrides)
     checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
     try:
         return Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device).plan()
@@ -263,7 +263,7 @@ def stream(
         ...     for name, tensor in tensors:
         ...         model.get_parameter(name).data.copy_(tensor)
     """
-    resolved = _resolved(url, options, overrides, device)
+    resolved = _resolved(url, options, overrides)
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     with _gathered(group, resolved) as peers:
@@ -559,13 +559,13 @@ def _gathered(group: object, options: Options) -> Iterator[Peers | None]:
         raise
 
 
-def _resolved(url: Location, options: Options | None, overrides: dict[str, Any], device: object = None) -> Options:
+def _resolved(url: Location, options: Options | None, overrides: dict[str, Any]) -> Options:
     """The options of one call. An open checkpoint has asked the environment already."""
     if isinstance(url, Checkpoint):
         resolved = (url.options if options is None else _over(url.options, options)).merged(overrides)
     else:
         resolved = resolve(options, overrides)
-    _refuse_unavailable(resolved, device)
+    _refuse_unavailable(resolved)
     return resolved
 
 
@@ -573,10 +573,8 @@ def _over(base: Options, options: Options) -> Options:
     return base.merged({name: getattr(options, name) for name in Options.__dataclass_fields__})
 
 
-def _refuse_unavailable(options: Options, device: object) -> None:
+def _refuse_unavailable(options: Options) -> None:
     """What cannot be done is refused where it was demanded, and said once where it was merely wished for."""
-    if device is not None and name_of_device(device) == "cpu" and options.pin == "require":
-        raise OptionError("pin='require': this load goes to host memory, which is not page-locked", option="pin")
     for name in ("in_place", "gds"):
         if getattr(options, name) == "require":
             raise OptionError(f"{name}='require': this version has no such route", option=name)

@@ -8,6 +8,8 @@ devices with memory of their own. Neither knows which reader does what, and when
 from __future__ import annotations
 
 import ctypes
+import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +21,10 @@ from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress
 from headrace._staging import Pool
 from headrace.devices.base import Destination, HostTarget
-from headrace.errors import StreamError
+from headrace.errors import PinningError, StreamError
 from headrace.sources.base import ByteSource
+
+log = logging.getLogger("headrace")
 
 Maker = Callable[[int, int], list[Any]]
 
@@ -109,12 +113,14 @@ class HostLanding:
         ownership: str = "leased",
         destinations: Mapping[str, Destination] | None = None,
         mappings: Mapping[int, memoryview] | None = None,
+        pin: str = "off",
     ) -> None:
         self.filled: list[str] = []
         self._plan, self._sources, self._target, self._progress = plan, sources, target, progress
-        self._ownership = ownership
+        self._ownership, self._pin = ownership, pin
         self._given: Mapping[str, Destination] = destinations or {}
         self._mappings = mappings or {}
+        self._said = threading.Lock()
         self._pool = Pool(plan.limits.memory_limit, sum(span.nbytes for span in plan.spans))
         self._memory: dict[int, SpanMemory] = {}
         self._copies: dict[int, list[Any]] = {}
@@ -164,7 +170,8 @@ class HostLanding:
 
     def complete(self, index: int, span: Span) -> int:
         copied = 0
-        if self._ownership == "copied" and not span.given and span.last - span.first > 1:
+        shares = span.last - span.first > 1
+        if ((self._ownership == "copied" and shares) or self._pin != "off") and not span.given:
             self._copies[index] = self._copied(index, span)
             copied = sum(self._plan.tensors.nbytes[span.first : span.last])
         if self._given:
@@ -190,10 +197,33 @@ class HostLanding:
         made = []
         for row in range(span.first, span.last):
             at, nbytes = tensors.positions[row], tensors.nbytes[row]
-            tensor, memory = self._target.allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
+            tensor, memory = self._allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
             move(memory, source[at : at + nbytes])
             made.append(tensor)
         return made
+
+    def _allocate(self, dtype: str, shape: Sequence[int], nbytes: int) -> tuple[Any, memoryview]:
+        """A tensor's own memory: page-locked where that is wanted and can be had.
+
+        The pool's memory would not do. A caller may drop a tensor while its copy to a device is under way; torch's allocator
+        knows of that copy and keeps the memory until it is done, but only of memory that is an allocation of its own.
+        """
+        if self._pin == "off" or not nbytes:
+            return self._target.allocate(dtype, shape, nbytes)
+        try:
+            found = self._target.allocate(dtype, shape, nbytes, pinned=True)
+        except PinningError as exc:
+            if self._pin == "require":
+                raise
+            with self._said:
+                if self._pin != "off":
+                    self._pin, self._progress.pinned, self._progress.pinned_how = "off", False, f"not page-locked: {exc}"
+                    self._progress.degraded.append(f"tensors are not page-locked: {exc}")
+                    log.warning("%s", self._progress.degraded[-1])
+            return self._target.allocate(dtype, shape, nbytes)
+        if self._progress.pinned is None:
+            self._progress.pinned, self._progress.pinned_how = True, "page-locked: each tensor an allocation of torch's"
+        return found
 
     # -- the caller's side -----------------------------------------------------------------------------------------------------
 

@@ -219,7 +219,14 @@ class Request:
 
         if isinstance(target, CpuTarget):
             return HostLanding(
-                plan, sources, target, counters, ownership=ownership, destinations=destinations, mappings=self.mappings
+                plan,
+                sources,
+                target,
+                counters,
+                ownership=ownership,
+                destinations=destinations,
+                mappings=self.mappings,
+                pin=self.options.pin or "off",
             )
         device = cast("Device", target)
         return DeviceLanding(plan, sources, device, CpuTarget(), counters, ownership=ownership, destinations=destinations)

@@ -43,8 +43,15 @@ class HostTarget(Protocol):
             sizes: bytes of each tensor.
         """
 
-    def allocate(self, dtype: str, shape: Sequence[int], nbytes: int) -> tuple[Any, memoryview]:
-        """One tensor with exactly its own memory, and that memory as bytes."""
+    def allocate(self, dtype: str, shape: Sequence[int], nbytes: int, *, pinned: bool = False) -> tuple[Any, memoryview]:
+        """One tensor with exactly its own memory, and that memory as bytes.
+
+        Args:
+            pinned: page-locked, by an allocator that knows of the copies to devices that the caller starts.
+
+        Raises:
+            PinningError: such memory cannot be had.
+        """
 
     def destination(self, tensor: Any, name: str, dtype: str, shape: Sequence[int]) -> Destination:
         """Check that `tensor` can take the values of a tensor of the checkpoint.

@@ -18,6 +18,7 @@ from headrace._addresses import Owner, view_at
 from headrace._dtypes import DTYPES
 from headrace.devices.base import Destination
 from headrace.devices.tensors import TORCH, TorchDestination, shared_memory, torch_form
+from headrace.errors import PinningError
 
 _NUMPY_NDIM = 32  # numpy 1; numpy 2 takes 64
 
@@ -49,10 +50,16 @@ class CpuTarget:
             made.append(tensor if kind is None else tensor.view(kind))
         return made
 
-    def allocate(self, dtype: str, shape: Sequence[int], nbytes: int) -> tuple[Any, memoryview]:
+    def allocate(self, dtype: str, shape: Sequence[int], nbytes: int, *, pinned: bool = False) -> tuple[Any, memoryview]:
         kind, dimensions = torch_form(dtype, shape, nbytes)
-        with torch.inference_mode(False):
-            tensor = torch.empty(dimensions, dtype=kind)
+        try:
+            with torch.inference_mode(False):
+                tensor = torch.empty(dimensions, dtype=kind, pin_memory=pinned)
+        except RuntimeError as exc:
+            if not pinned:
+                raise
+            reason = str(exc).partition("\n")[0]
+            raise PinningError(f"torch cannot allocate {nbytes:,} page-locked bytes: {reason}", device=self.name) from exc
         return tensor, view_at(tensor.data_ptr(), nbytes, tensor)
 
     def destination(self, tensor: Any, name: str, dtype: str, shape: Sequence[int]) -> Destination:
