@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
+from headrace._bar import open_bar
 from headrace._checkpoint import Checkpoint, open_files, read_header_text
 from headrace._interpreter import gc_paused
 from headrace._location import Location, Verify, is_remote_url, load_manifest, local_path, open_location, open_place
@@ -28,6 +29,7 @@ from headrace._request import Into, Order, Ownership, Rename, Request, read_at_o
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
+from headrace._trace import Tracer
 from headrace._verify import VerifyProgress, VerifyReport, verify_folder
 from headrace.errors import OptionError, StreamError
 from headrace.sources.base import Folder
@@ -211,7 +213,8 @@ def stream(
     ownership: Ownership = "leased",
     order: Order = "ready",
     group: dist.ProcessGroup | Literal["node"] | bool | None = None,
-    progress: Callable[[Snapshot], None] | None = None,
+    progress: Callable[[Snapshot], None] | bool | None = None,
+    trace: str | os.PathLike[str] | None = None,
     verify: Verify = None,
     metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
@@ -244,7 +247,9 @@ def stream(
             group, True for the default one, or "node" for those of it that are on one node with this one. All of them call
             this, with the same arguments but for `slices`, and take tensors at about the same pace: the slowest sets it.
             None: no rank talks to another. See docs/distributed.md.
-        progress: called with a `Snapshot` while the load goes on, on the thread that iterates.
+        progress: True: a bar of tqdm's, in scripts and notebooks, or a line on stderr where tqdm is not installed. A callable:
+            called with a `Snapshot` while the load goes on, on the thread that iterates.
+        trace: a file to write, when the load is over, with all that its threads did when; ui.perfetto.dev opens it.
         verify: as for `open`. A tensor is handed out when all blocks of the file that it lies in were checked. Where only the
             digest of a whole file is known, that of the file's last tensor waits for it, and all of the file is read.
         metadata: as for `open`.
@@ -266,20 +271,28 @@ def stream(
     resolved = _resolved(url, options, overrides)
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
-    with _gathered(group, resolved) as peers:
+    tracer = Tracer(trace) if trace is not None else None
+    with _gathered(group, resolved) as peers, ExitStack() as opened:
         checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
-        close = checkpoint.close if checkpoint is not url else None
-        try:
-            request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
-            return TensorStream(
-                request.engine(
-                    into=into, rename=rename, ownership=ownership, order=order, progress=progress, on_stop=close, peers=peers
-                )
-            )
-        except BaseException:
-            if close is not None:
-                close()
-            raise
+        if checkpoint is not url:
+            opened.callback(checkpoint.close)
+        request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
+        ending = ExitStack()  # what is done when the load is over
+        engine = request.engine(
+            into=into,
+            rename=rename,
+            ownership=ownership,
+            order=order,
+            progress=_reporting(progress, ending),
+            on_stop=ending.close,
+            opened_here=checkpoint is not url,
+            peers=peers,
+            tracer=tracer,
+        )
+        if tracer is not None:
+            ending.callback(tracer.write)
+        ending.push(opened.pop_all())
+        return TensorStream(engine)
 
 
 def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -526,6 +539,13 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------------
+
+
+def _reporting(progress: Callable[[Snapshot], None] | bool | None, ending: ExitStack) -> Callable[[Snapshot], None] | None:
+    """Who is told how a load goes on; `ending` is when it is over."""
+    if callable(progress):
+        return progress
+    return ending.enter_context(closing(open_bar())) if progress else None
 
 
 def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] | None) -> Path:

@@ -26,6 +26,7 @@ from headrace._interpreter import gc_paused, switching_fast
 from headrace._landing import Landing
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
+from headrace._trace import Tracer
 from headrace.errors import HeadraceError, LoadError, StreamError
 from headrace.sources.base import ByteSource, aligned_source
 
@@ -52,6 +53,7 @@ class Job:
         on_progress: called on the caller's thread while it waits and between spans.
         demands_direct: whether reading past the page cache was demanded, so that a refusal is worth a warning.
         on_stop: called once when the load is over, however it ended.
+        tracer: told of the caller's waits; the landing and its sources tell the rest.
     """
 
     plan: Plan
@@ -63,6 +65,7 @@ class Job:
     on_progress: Callable[[Snapshot], None] | None = None
     on_stop: Callable[[], None] | None = None
     demands_direct: bool = False
+    tracer: Tracer | None = None
 
 
 class Engine:
@@ -165,8 +168,11 @@ class Engine:
             if self.job.on_progress:
                 self.job.on_progress(self.progress.snapshot())
             yield index
-            asked = time.perf_counter()
-            self.progress.caller_s += asked - got
+            left = time.perf_counter()
+            self.progress.caller_s += left - got
+            if self.job.tracer is not None:
+                self.job.tracer.add_span(self.plan, index, asked=asked, got=got, left=left)
+            asked = left
 
     def _wait_for_span(self, turn: int) -> int:
         """The next span that can be handed out."""

@@ -97,13 +97,17 @@ class Snapshot:
 
     @property
     def slowest(self) -> str:
-        """Which stage held the load up most: 'source', 'caller' or 'memory'."""
-        waits = {"source": self.source_wait_s, "caller": self.caller_s, "memory": 0.0}
+        """What held the load up most: 'source', 'caller', or 'memory', a limit so low that the readers waited for it.
+
+        Readers also wait for memory while the caller is busy with what it was given; that is the caller's time.
+        """
+        memory = min(self.source_wait_s, max(0.0, self.memory_wait_s - self.caller_s))
+        waits = {"source": self.source_wait_s - memory, "caller": self.caller_s, "memory": memory}
         return max(waits, key=lambda stage: waits[stage])
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain data for JSON. Names are stable; new ones may be added."""
-        return asdict(self)
+        """The fields as plain data for JSON. Names are stable; new ones may be added. docs/stats.md describes them."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
 
 @dataclass(slots=True)
@@ -163,6 +167,11 @@ class Progress:
             **self.count_traffic(),
             **{name: getattr(self, name) for name in _COPIED},
         )
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, which is what comes back from JSON."""
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 _NOT_COPIED = ("degraded", "count_verified", "count_traffic", "started", "ended")
