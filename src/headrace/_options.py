@@ -224,6 +224,12 @@ def _checked_integer(name: str, value: object) -> int:
     return number
 
 
+def environment_with(variables: Mapping[str, str], *, python_path: str) -> dict[str, str]:
+    """This process's environment for a child, with some variables set and a folder that its Python looks into first."""
+    path = os.pathsep.join(filter(None, (python_path, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, **variables, "PYTHONPATH": path}
+
+
 # ---- what other programs' variables say about networks and the hub
 
 HUB_ENDPOINT = "https://huggingface.co"

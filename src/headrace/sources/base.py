@@ -97,6 +97,32 @@ class MappableSource(ByteSource, Protocol):
         """The whole source as memory, copy on write: writes never reach it. Valid while the view, or a slice of it, lives."""
 
 
+@runtime_checkable
+class LocalSource(ByteSource, Protocol):
+    """A file of this machine, which others may open again."""
+
+    def reopen(self, flags: int) -> int:
+        """A new descriptor of the open file, whatever lies at its path by now; the caller closes it. Raises OSError."""
+
+
+class DirectSource(Protocol):
+    """A file that can be read straight into the memory of a device."""
+
+    def read_into_device(self, offset: int, pointer: int, nbytes: int, *, keep: object) -> None:
+        """Fill `nbytes` bytes of device memory with the bytes from `offset` on, or raise.
+
+        Args:
+            offset, nbytes: in the file.
+            pointer: address of the device memory, which nothing that was queued before may still use.
+            keep: its owner. A call that does not come back in time keeps it for as long as it may still write there.
+
+        Raises:
+            SourceTimeoutError: the call did not come back in time; the memory must not be used again.
+            TruncatedError: the file ends early.
+            SourceError: any other failure.
+        """
+
+
 class Folder(Protocol):
     """A place that holds sources by name: a directory, a prefix in a bucket, a repository on a hub."""
 

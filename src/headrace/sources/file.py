@@ -178,6 +178,16 @@ class FileSource:
         if changed:
             raise self._changed(changed, None, None)
 
+    def reopen(self, flags: int) -> int:
+        """Open the same inode again, with flags of open(2). See `LocalSource.reopen`."""
+        descriptor = self._descriptor
+        try:
+            if descriptor is None:
+                raise self._closed(None, None)
+            return os.open(f"/proc/self/fd/{descriptor.fd}", flags | os.O_CLOEXEC)
+        finally:
+            descriptor = None
+
     def close(self) -> None:
         """Give back the descriptors; reads that are under way in other threads finish first. May be called twice."""
         with self._lock:
