@@ -38,20 +38,20 @@ from checkpoints import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import prepare_ranks, run_ranks
 
 import headrace
 from headrace._dtypes import DTYPES
 from headrace.errors import (
     FormatError,
     HeadraceError,
-    OptionError,
     SourceError,
     SourceNotFoundError,
     SourcePermissionError,
     TruncatedError,
 )
 from headrace.integrations import runai
-from headrace.integrations.runai import FileChunks, FileStreamer, ObjectStorageModel, SafetensorsStreamer
+from headrace.integrations.runai import DistributedStreamer, FileChunks, FileStreamer, ObjectStorageModel, SafetensorsStreamer
 from headrace.integrations.runai._errors import value_error
 from headrace.integrations.runai._ranges import RangeSource
 from headrace.integrations.runai.file_streamer.file_streamer import RunaiStreamerInvalidInputException
@@ -533,13 +533,38 @@ def test_ranks_that_run_ai_would_not_let_share_read_everything_and_say_so(
     assert "each of the 2 ranks reads everything" in caplog.text
 
 
-def test_ranks_that_would_share_are_refused(folder: Path, world: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    world(2)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    with pytest.raises(OptionError) as caught:
-        streamed(folder / "a.safetensors", is_distributed=True)
-    assert caught.value.option == "is_distributed"
-    assert not wrong(streamed(folder / "a.safetensors", is_distributed=False), A)
+@pytest.fixture(scope="module")
+def ranks() -> None:
+    """Of this machine, a process each."""
+    prepare_ranks()
+
+
+def read_together(_rank: int, path: str) -> tuple[dict[str, bytes], list[bytes], bool]:
+    """What two ranks of a job get that have been told to share the reading."""
+    with pytest.MonkeyPatch.context() as patch, SafetensorsStreamer() as streamer:
+        patch.setenv("RUNAI_STREAMER_DIST", "1")
+        streamer.stream_files([path], is_distributed=True)
+        shared = streamer.file_streamer.is_distributed
+        tensors = {name: bytes_of(tensor) for name, tensor in streamer.get_tensors()}
+        with DistributedStreamer() as ranges:
+            ranges.stream_files([FileChunks(0, path, [8, 108], [100, 50])], None, "cpu", True)
+            chunks = {index: bytes_of(chunk) for _, index, chunk in ranges.get_chunks()}
+    return tensors, [chunks[0], chunks[1]], shared
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ranks")
+def test_ranks_that_share_get_everything(folder: Path) -> None:
+    path = folder / "a.safetensors"
+    outcomes = run_ranks(2, read_together, str(path))
+    text = path.read_bytes()
+    for outcome in outcomes:
+        assert outcome is not None
+        assert outcome.error is None, outcome.trace
+        tensors, chunks, shared = outcome.value
+        assert shared
+        assert tensors == {name: entry.data for name, entry in A.items()}
+        assert chunks == [text[8:108], text[108:158]]
 
 
 # ---- object stores

@@ -440,3 +440,84 @@ class AzureSettings:
             endpoint_suffix=(f"blob.{suffix}" if suffix.startswith("core.") else suffix) or None,
             anonymous=bool(_switch("AZURE_SKIP_SIGNATURE")),
         )
+
+
+# ---- where copies are kept
+
+
+def cache_folder() -> str:
+    """Where copies of remote models' small files are kept: HEADRACE_CACHE, else headrace below XDG_CACHE_HOME or ~/.cache."""
+    below = _first_set("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return os.path.abspath(os.path.expanduser(_first_set("HEADRACE_CACHE") or os.path.join(below, "headrace")))
+
+
+# ---- switches of the programs that load us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunaiSettings:
+    """What the environment says to programs written for Run:ai Model Streamer about ranks that read together.
+
+    Attributes:
+        share: RUNAI_STREAMER_DIST: 1 always, 0 never; None ("auto"): where the ranks' backend is NCCL.
+        across_nodes: RUNAI_STREAMER_DIST_GLOBAL: all ranks of the job read together, and not those of each node.
+        timeout_s: RUNAI_STREAMER_DIST_TIMEOUT, in seconds.
+    """
+
+    share: bool | None = None
+    across_nodes: bool = False
+    timeout_s: float | None = None
+
+    @classmethod
+    def from_environment(cls) -> RunaiSettings:
+        """Read them now.
+
+        Raises:
+            OptionError: a switch that is neither on nor off, or no number of seconds.
+        """
+        automatic = (_first_set("RUNAI_STREAMER_DIST") or "auto").lower() == "auto"
+        timeout = _first_set("RUNAI_STREAMER_DIST_TIMEOUT")
+        try:
+            timeout_s = None if timeout is None else float(timeout)
+        except ValueError:
+            message = f"environment variable RUNAI_STREAMER_DIST_TIMEOUT={timeout!r} is a number of seconds"
+            raise OptionError(message, option="RUNAI_STREAMER_DIST_TIMEOUT") from None
+        return cls(
+            share=None if automatic else _switch("RUNAI_STREAMER_DIST"),
+            across_nodes=bool(_switch("RUNAI_STREAMER_DIST_GLOBAL")),
+            timeout_s=timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """What the environment says to the loaders for vLLM.
+
+    Attributes:
+        takeover: HEADRACE_VLLM_TAKEOVER: load what is called runai_streamer and runai_streamer_sharded, too.
+        local_index: VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX: take the index from the model's local folder, and the shards from the store.
+        refused: variables that are set and ask for what is not there.
+    """
+
+    takeover: bool = False
+    local_index: bool = False
+    refused: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environment(cls) -> VllmSettings:
+        """Read them now. VLLM_RUNAI_BORROWED_WEIGHTS asks for tensors that are not copied, as ours never are.
+
+        Raises:
+            OptionError: a switch that is neither on nor off.
+        """
+        mixed = ("VLLM_RUNAI_CPU_WEIGHT_FILES", "VLLM_RUNAI_CPU_MEMORY_LIMIT", "VLLM_RUNAI_SINGLE_ENGRAM_READER")
+        return cls(
+            takeover=bool(_switch("HEADRACE_VLLM_TAKEOVER")),
+            local_index=bool(_switch("VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX")),
+            refused=tuple(name for name in mixed if (_first_set(name) or "0").lower() not in ("0", "false", "no", "off")),
+        )
+
+
+def sglang_takeover() -> bool:
+    """HEADRACE_SGLANG_TAKEOVER: load what SGLang calls runai_streamer. Raises OptionError where it is neither on nor off."""
+    return bool(_switch("HEADRACE_SGLANG_TAKEOVER"))

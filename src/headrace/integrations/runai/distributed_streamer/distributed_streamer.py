@@ -1,8 +1,6 @@
-"""`DistributedStreamer`: `FileStreamer` for the ranks of a job, today for a job of one.
+"""`DistributedStreamer`: `FileStreamer` for the ranks of a job, which share the reading: each byte is read by one of them.
 
-Every rank gets all ranges. Where one process is all there is, that is a plain read. Where ranks would have to share the work,
-over NCCL, it is refused; over other backends Run:ai does not share by default either, and every rank reads for itself. No
-collective is called, so ranks may load different things at different times.
+Every rank gets all ranges. Where ranks do not share, every one reads for itself, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -11,11 +9,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import Self
 
-from headrace.errors import OptionError
+from headrace._options import RunaiSettings
 from headrace.integrations.runai.file_streamer.file_streamer import FileStreamer, host_or_device
 from headrace.integrations.runai.file_streamer.requests_iterator import (
     RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME,
@@ -43,30 +41,32 @@ RUNAI_STREAMER_CUDA_ALIGNMENT_ENV_VAR: Final = "RUNAI_STREAMER_CUDA_ALIGNMENT"
 DEFAULT_BROADCAST_TIMEOUT: Final = timedelta(seconds=600)
 
 
-def is_shared(asked: bool) -> bool:
-    """Whether ranks share the reading; False today, or an error.
+def sharing(asked: bool) -> dict[str, Any]:
+    """Arguments of `headrace.stream` with which ranks share the reading, or none.
 
-    Raises:
-        OptionError: it was asked for, and there are several ranks that could.
+    As Run:ai does it: with NCCL, or where RUNAI_STREAMER_DIST=1, among the ranks of each node, or of all nodes with
+    RUNAI_STREAMER_DIST_GLOBAL=1. All ranks then make the same requests, in the same order.
     """
     if not asked:
-        return False
+        return {}
     import torch.distributed
 
+    settings = RunaiSettings.from_environment()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         log.info("distributed streaming was asked for without a process group: this process reads everything")
-        return False
+        return {}
     ranks, backend = torch.distributed.get_world_size(), torch.distributed.get_backend()
-    if ranks == 1:
-        return False
-    if backend != "nccl":
-        log.warning("distributed streaming is not used with %s: each of the %d ranks reads everything", backend, ranks)
-        return False
-    raise OptionError(
-        f"is_distributed: this version cannot share the reading among {ranks} ranks; with is_distributed=False every rank reads "
-        "everything",
-        option="is_distributed",
-    )
+    if ranks == 1 or settings.share is False:
+        return {}
+    if settings.share is None and backend != "nccl":
+        log.warning(
+            "distributed streaming is not used with %s unless RUNAI_STREAMER_DIST=1: each of the %d ranks reads everything",
+            backend,
+            ranks,
+        )
+        return {}
+    timeout = {} if settings.timeout_s is None else {"peer_timeout_s": settings.timeout_s}
+    return {"group": True if settings.across_nodes else "node", **timeout}
 
 
 class DistributedStreamer:
@@ -114,12 +114,12 @@ class DistributedStreamer:
             discover_ranks: accepted, and ignored: nothing has to be discovered.
 
         Raises:
-            OptionError: ranks would have to share the reading.
-            As `FileStreamer.stream_files`.
+            As `FileStreamer.stream_files`; PeerError: another rank failed, or requests something else.
         """
         del discover_ranks
-        self.is_distributed = is_shared(is_distributed)
-        self.file_streamer.stream_files(file_stream_requests, credentials, device, owned=owned)
+        shared = sharing(is_distributed)
+        self.is_distributed = bool(shared)
+        self.file_streamer.stream_files(file_stream_requests, credentials, device, owned=owned, sharing=shared)
 
     def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The ranges of the request. See `FileStreamer.get_chunks`."""

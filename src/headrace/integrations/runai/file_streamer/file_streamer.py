@@ -6,8 +6,8 @@ changes, whatever `owned` says. Reading begins with the first one that is asked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
@@ -131,6 +131,8 @@ class FileStreamer:
         device: str | torch.device | None = "cpu",
         memory_limit: int | None = None,
         owned: bool = True,
+        *,
+        sharing: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Open the files of a request; its ranges come from `get_chunks`.
 
@@ -140,6 +142,7 @@ class FileStreamer:
             device: where the ranges go.
             memory_limit: bytes read ahead: -1 as many as are useful, 0 the least that works. None: as the environment says.
             owned: accepted, and ignored: what is handed out never changes.
+            sharing: arguments of `headrace.stream` with which ranks share the reading.
 
         Raises:
             ValueError: ranges of the request before have not been handed out, a file cannot be opened, or an option cannot be
@@ -155,7 +158,7 @@ class FileStreamer:
                 for file, chunks in enumerate(file_stream_requests):
                     self._sources.append(opener.open(file, chunks, credentials_for(chunks.path, credentials)))
                 if self._sources:
-                    overrides: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
+                    overrides = {**sharing} if memory_limit is None else {**sharing, "memory_limit": memory_limit}
                     self._stream = headrace.stream(self._sources, device=self.device_str, **overrides)
         except BaseException:
             self.drain_live_submissions()

@@ -22,7 +22,7 @@ import headrace
 from headrace.errors import FormatError, HeadraceError, OptionError
 from headrace.integrations.runai._errors import StreamerStateError, as_value_errors, value_error
 from headrace.integrations.runai._places import OBJECT_STORES, credentials_for, is_url, list_urls, pull
-from headrace.integrations.runai.distributed_streamer.distributed_streamer import DistributedStreamer, is_shared
+from headrace.integrations.runai.distributed_streamer.distributed_streamer import DistributedStreamer, sharing
 from headrace.integrations.runai.file_streamer.file_streamer import check_kinds, host_or_device
 from headrace.integrations.runai.file_streamer.requests_iterator import FileChunks
 from headrace.integrations.runai.s3_utils.s3_utils import S3Credentials, is_azure_path, is_gs_path, is_s3_path
@@ -270,7 +270,7 @@ class SafetensorsStreamer:
             paths: local paths or urls, all of one kind of storage. A name may be in several files, and comes from each.
             s3_credentials: for S3.
             device: where the tensors go.
-            is_distributed: whether ranks share the reading; not where there are several, in this version.
+            is_distributed: whether ranks share the reading; see `distributed_streamer.sharing`.
             tensor_names: the tensors to read, each in one file only; None: all.
             owned: accepted, and ignored: what is handed out never changes.
             pin_memory: as for the class, for this request.
@@ -285,12 +285,13 @@ class SafetensorsStreamer:
         wanted = _checked_names(tensor_names)
         check_kinds(paths)
         target = host_or_device(device)
-        self.file_streamer.is_distributed = is_shared(is_distributed)
+        shared = sharing(is_distributed)
+        self.file_streamer.is_distributed = bool(shared)
         self.device_str, self.start_time = device, time.monotonic()
         pinned = self._pin_memory if pin_memory is None else pin_memory
         options = {} if pinned is None else {"pin": "auto" if pinned else "off"}
         with as_value_errors():
-            request = _Request(_open_files(paths, s3_credentials, options), wanted, target)
+            request = _Request(_open_files(paths, s3_credentials, options), wanted, target, shared)
         self._request = request
         self.files_to_tensors_metadata = dict(enumerate(request.files))
         self.total_size = sum(file.nbytes for file in request.files)
@@ -352,8 +353,10 @@ class _Request:
         outstanding: tensors that have not been handed out.
     """
 
-    def __init__(self, checkpoints: Sequence[headrace.Checkpoint], wanted: frozenset[str] | None, device: str) -> None:
-        self._checkpoints, self._wanted, self._device = checkpoints, wanted, device
+    def __init__(
+        self, checkpoints: Sequence[headrace.Checkpoint], wanted: frozenset[str] | None, device: str, sharing: Mapping[str, Any]
+    ) -> None:
+        self._checkpoints, self._wanted, self._device, self._sharing = checkpoints, wanted, device, sharing
         self._streams: list[headrace.TensorStream] = []
         self._begun = False
         try:
@@ -393,7 +396,7 @@ class _Request:
             own = rule
             if isinstance(rule, Mapping) and len(self._checkpoints) > 1:
                 own = {name: dtype for name, dtype in rule.items() if name in checkpoint or any(char in name for char in "*?[")}
-            self._streams.append(headrace.stream(checkpoint, device=self._device, names=names, dtype=own))
+            self._streams.append(headrace.stream(checkpoint, device=self._device, names=names, dtype=own, **self._sharing))
 
     def take(self) -> tuple[str, torch.Tensor]:
         """The next tensor. Raises StopIteration after the last one."""
