@@ -33,7 +33,7 @@ from headrace.errors import (
 from headrace.sources.base import Folder, RemovableFolder, Tree
 from headrace.sources.file import FileFolder
 from headrace.sources.http import Access, Policy
-from headrace.sources.memory import MemoryFolder
+from headrace.sources.memory import MemoryFolder, MemorySource
 from headrace.sources.web import WebFolder
 from headrace.testing import Block, Change, Fault, FaultySource, Flip, Raise, nth_read
 
@@ -91,8 +91,10 @@ class Breaking(Watched):
 class Digested(MemoryFolder):
     """A folder that knows what the bytes should be, as the hub does."""
 
-    def sha256(self, name: str) -> str | None:
-        return "00" * 32 if name == SHARD else None
+    def open(self, name: str) -> MemorySource:
+        source = super().open(name)
+        source.sha256 = "00" * 32 if name == SHARD else None  # type: ignore[attr-defined]
+        return source
 
 
 def pull(folder: Folder, dst: Path, **given: Any) -> PullReport:

@@ -106,18 +106,22 @@ def is_remote_url(url: object) -> bool:
 def _open_url(
     url: str, options: Options, credentials: object, verification: Verification | None, metadata: Metadata | None
 ) -> Checkpoint:
-    from headrace._remote import Remote  # brings the network's modules in
+    from headrace._remote import Remote, is_file_name, shown_url, split_url  # brings the network's modules in
 
     remote = Remote(options, credentials)
-    path = urlsplit(url).path
-    if path.endswith(INDEX_SUFFIX):
-        base, _, index = url.partition("?")[0].rpartition("/")
+    base, name = split_url(url)
+    if name.endswith(INDEX_SUFFIX):
         folder = _checked_folder(verification, remote.folder(base))
-        return open_folder(folder, options, index=index, remote=True, metadata=metadata)
-    if path.endswith(".safetensors"):
-        opener = _checked(verification, lambda: remote.open(url), path, lambda: remote.place(url)[0])
-        return open_files([opener], url, options, metadata=metadata)
+        return open_folder(folder, options, index=name, remote=True, metadata=metadata)
+    if is_file_name(name):
+        return open_files([_remote_opener(url, remote, verification)], shown_url(url), options, metadata=metadata)
     return open_folder(_checked_folder(verification, remote.folder(url)), options, remote=True, metadata=metadata)
+
+
+def _remote_opener(url: str, remote: Remote, verification: Verification | None) -> Callable[[], ByteSource]:
+    from headrace._remote import split_url
+
+    return _checked(verification, lambda: remote.open(url), split_url(url)[1], lambda: remote.place(url)[0])
 
 
 def _open_path(path: Path, options: Options, verification: Verification | None, metadata: Metadata | None) -> Checkpoint:
@@ -157,11 +161,20 @@ def _open_list(
         if hasattr(url, "read_into"):
             return _checked(verification, lambda: url, url.url)
         if remote is not None and is_remote_url(url):
-            return _checked(verification, lambda: remote.open(url), urlsplit(url).path, lambda: remote.place(url)[0])
+            return _remote_opener(url, remote, verification)
         return _file_opener(local_path(url), options, verification)
 
-    named = ", ".join(str(getattr(url, "url", url)) for url in urls[:3])
+    named = ", ".join(_shown(getattr(url, "url", url)) for url in urls[:3])
     return open_files([opener(url) for url in urls], named, options, remote=is_remote, metadata=metadata)
+
+
+def _shown(url: str | os.PathLike[str]) -> str:
+    """The url as it may be shown."""
+    if not is_remote_url(url):
+        return str(url)
+    from headrace._remote import shown_url
+
+    return shown_url(str(url))
 
 
 def _remote(options: Options, credentials: object) -> Remote:
@@ -176,7 +189,7 @@ def local_path(url: str | os.PathLike[str]) -> Path:
         raise OptionError(f"url is a path, a URL or a source, not {type(url).__name__}", option="url")
     text = os.fspath(url)
     if is_remote_url(text):
-        raise OptionError(f"{text}: this has to be a local path", option="url")
+        raise OptionError(f"{_shown(text)}: this has to be a local path", option="url")
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):

@@ -731,7 +731,7 @@ class _Pull:
     def _finish(self, file: _File, source: ByteSource) -> None:
         fd = file.part.open(resumed=True)
         status = file.part.sync()
-        self._check_digest(file, fd)
+        self._check_digest(file, source, fd)
         source.check_unchanged()
         if self._stop.is_set():
             return
@@ -741,10 +741,9 @@ class _Pull:
         file.source = None
         self._counts.add(files=1)
 
-    def _check_digest(self, file: _File, fd: int) -> None:
+    def _check_digest(self, file: _File, source: ByteSource, fd: int) -> None:
         """Read a file back where the source knows its SHA-256, as the hub does."""
-        sha256: Callable[[str], str | None] | None = getattr(self._folder, "sha256", None)
-        expected = sha256(file.name) if sha256 is not None else None
+        expected: str | None = getattr(source, "sha256", None)
         if expected is None:
             return
         path = os.path.join(self._destination.path, file.name)

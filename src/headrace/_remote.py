@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
+from headrace._checkpoint import INDEX_SUFFIX
 from headrace._options import HubSettings, NetworkSettings, Options
 from headrace.errors import OptionError
 from headrace.sources.base import ByteSource, Folder
-from headrace.sources.http import Access, Policy
+from headrace.sources.http import Access, Policy, public_url
 
 
 class Store(Protocol):
@@ -47,18 +48,14 @@ class Remote:
         return self._store(url).folder(url)
 
     def place(self, url: str) -> tuple[Folder, str | None]:
-        """The folder that a url names, and the file in it where it names one. Raises as `open`."""
-        parts = urlsplit(url)
-        base, _, name = parts.path.rpartition("/")
-        if not name.endswith((".safetensors", ".safetensors.index.json")):
+        """The folder that a url names, and the file in it where it names one: the folder knows of that one only then."""
+        folder_url, name = split_url(url)
+        if not is_file_name(name):
             return self.folder(url), None
-        store, folder_url = self._store(url), parts._replace(path=base).geturl()
-        if isinstance(store, _Web):
-            return store.folder(folder_url, [name]), name
-        return store.folder(folder_url), name
+        return OneFile(self.folder(folder_url), name, lambda: self.open(url)), name
 
     def _store(self, url: str) -> Store:
-        scheme = urlsplit(url).scheme
+        scheme = _scheme(url)
         make = _MAKERS.get(scheme)
         if make is None:
             raise unknown_scheme(url, scheme)
@@ -67,9 +64,68 @@ class Remote:
         return self._stores[make]
 
 
+class OneFile:
+    """A folder as far as one file of it goes: nothing is listed, and so nobody needs the permission to list.
+
+    Args:
+        folder: where it lies; other files (a manifest) can be opened by name.
+        name: of the file.
+        opener: opens it, by its own url.
+    """
+
+    def __init__(self, folder: Folder, name: str, opener: Callable[[], ByteSource]) -> None:
+        self.url = folder.url
+        self._folder, self._name, self._opener = folder, name, opener
+
+    def names(self) -> list[str]:
+        """The file alone, whether or not it is there."""
+        return [self._name]
+
+    def open(self, name: str) -> ByteSource:
+        """Open the file, or another one of the folder. Raises as the store does."""
+        return self._opener() if name == self._name else self._folder.open(name)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether the last part of a url is what files are called; anything else is a folder."""
+    return name.endswith((".safetensors", INDEX_SUFFIX))
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """All of a url but its last part, and that part: the folder and the name of a file.
+
+    In the keys of a store '?', '#' and '%' stand for themselves. On the web a query, which may sign the whole folder, stays with
+    the folder, and names are unescaped.
+
+    >>> split_url("s3://models/what?/a b.safetensors")
+    ('s3://models/what?', 'a b.safetensors')
+    >>> split_url("https://host/m/a%20b.safetensors?sig=1")
+    ('https://host/m?sig=1', 'a b.safetensors')
+    """
+    if _scheme(url) in _WEB:
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise OptionError(f"{public_url(url)} is no http:// or https:// url with a host", option="url") from None
+        base, _, name = parts.path.rpartition("/")
+        return parts._replace(path=base).geturl(), unquote(name)
+    folder, _, name = url.rpartition("/")
+    return folder, name
+
+
+def shown_url(url: str) -> str:
+    """The url as it may be shown. Those of stores hold no secrets, and their keys may hold '?' and '#'."""
+    return url if _scheme(url) in _MAKERS.keys() - _WEB else public_url(url)
+
+
 def unknown_scheme(url: str, scheme: str) -> OptionError:
     """The error for a scheme that no adapter takes."""
-    return OptionError(f"{url}: there is no source for {scheme}://; local paths, {', '.join(_MAKERS)} work", option="url")
+    known = ", ".join(f"{each}://" for each in _MAKERS)
+    return OptionError(f"{shown_url(url)}: there is no source for {scheme}://; local paths, {known} work", option="url")
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower()
 
 
 # ---- one maker per store
@@ -126,10 +182,10 @@ class _Web:
 
         return open_web(url, access=self._access)
 
-    def folder(self, url: str, names: list[str] | None = None) -> Folder:
+    def folder(self, url: str) -> Folder:
         from headrace.sources.web import WebFolder
 
-        return WebFolder(url, names, access=self._access)
+        return WebFolder(url, access=self._access)
 
 
 _MAKERS: Final[dict[str, Callable[[Options, object], Store]]] = {
@@ -142,6 +198,7 @@ _MAKERS: Final[dict[str, Callable[[Options, object], Store]]] = {
     "https": _Web,
     "http": _Web,
 }
+_WEB: Final = frozenset({"https", "http"})
 
 
 def _token(credentials: object) -> str | None:
