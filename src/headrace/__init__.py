@@ -14,6 +14,8 @@ headrace.open_sharded, headrace.save_sharded: checkpoints that are divided among
 headrace.load_into(module, url) -> which of its parameters and buffers were filled
 headrace.state_dict(url) -> a mapping from names to tensors that are read when they are looked up
 headrace.safe_open, headrace.load_file: as in safetensors
+headrace.patch()       -> transformers and diffusers load through headrace, inside a `with` block
+headrace.local_view(url) -> a local folder with the config and tokenizer of a remote model
 """
 
 from headrace._api import TensorStream, folder, load, open, open_sharded, plan, pull, read, save_metadata, stream, verify
@@ -49,8 +51,10 @@ from headrace.errors import (
     TruncatedError,
 )
 from headrace.integrations.modules import LoadReport, ModuleMismatchError, load_into
+from headrace.integrations.patching import patch
 from headrace.integrations.safetensors import load_file, safe_open
 from headrace.integrations.state_dict import StateDict, state_dict
+from headrace.integrations.views import local_view
 
 __version__ = "0.1.0.dev0"
 
@@ -95,8 +99,10 @@ __all__ = [
     "load",
     "load_file",
     "load_into",
+    "local_view",
     "open",
     "open_sharded",
+    "patch",
     "plan",
     "pull",
     "read",
