@@ -544,7 +544,9 @@ def test_bar_only_on_a_terminal(terminal: Any, model: Path) -> None:
     shown = terminal("load", model)
     assert shown.code == 0
     assert COLOUR.search(shown.raw)
-    assert any(re.match(r"loading ━+ 224\.0/224\.0 KiB [\d.]+ [MG]B/s 00:00$", line) for line in shown.lines), shown.lines
+    assert any(re.match(r"loading ━+ 224\.0/224\.0 KiB [\d.]+ [MG]B/s 00:00 slowest: \w+$", line) for line in shown.lines), (
+        shown.lines
+    )
     assert shown.raw.rstrip().endswith(")")  # the summary comes last
     assert "\x1b[?25h" in shown.raw, "the cursor is shown again"
     with start("load", model) as process:

@@ -11,8 +11,10 @@ import torch
 from ranks import prepare_ranks, run_ranks
 from safetensors.torch import save_file
 from simulated_gpu import needs_compiler, simulated_gpu
+from typer.testing import CliRunner
 
 import headrace
+from headrace.cli import app
 from headrace.sources.memory import MemorySource
 from headrace.testing import Fault, FaultySource, Raise, touches
 
@@ -152,3 +154,11 @@ def test_load_to_a_device_is_traced_as_well(model: Path, tmp_path: Path) -> None
     found = events(tmp_path / "t.json")
     assert sum(event["args"]["nbytes"] for event in of_stage(found, "read")) >= 24 * MIB
     assert of_stage(found, "hand-out")
+
+
+def test_command_line_writes_one_and_says_where(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    result = CliRunner().invoke(app, ["load", str(model), "--trace", str(path)])
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == f"trace    {path}, for https://ui.perfetto.dev"
+    assert of_stage(events(path), "read")

@@ -10,8 +10,8 @@ not traced runs the same code as ever. Stages, each with the shard, offset and b
     wait       the caller waits for a tensor, or a reader for the memory limit
     hand-out   tensors are made and handed to the caller, until it asks for the next
 
-Events are kept in memory, some 200 bytes each and about two a chunk, and written when the load ends. Of urls only the last part is
-written, since what follows it may be a secret.
+Events are kept in memory, some 200 bytes each and about two a chunk, and written when the load ends. Of urls only the last part
+is written, since what follows it may be a secret.
 """
 
 from __future__ import annotations

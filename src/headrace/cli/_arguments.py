@@ -1,15 +1,20 @@
-"""The arguments that `plan` and `load` share, and how text becomes what the API takes. Values are checked there, not here."""
+"""The arguments that commands share, and how text becomes what the API takes. Values are checked there, not here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
 from headrace import OptionError
 
-PATH_MEANS = "PATH is a safetensors file, several of them, a folder of shards, or an index file; as a path or file:// URL."
+PATH_MEANS = (
+    "PATH is a safetensors file, several of them, a folder of shards, or an index file; as a path or a URL: file://, s3://, gs://, "
+    "az://, hf://, https://."
+)
 
 Paths: TypeAlias = Annotated[list[str], typer.Argument(metavar="PATH", hidden=True)]  # PATH_MEANS describes it, below the options
 Names: TypeAlias = Annotated[
@@ -47,6 +52,9 @@ DirectIO: TypeAlias = Annotated[
 Device: TypeAlias = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda[:N]", help="Where the tensors go; cuda is the current GPU.")
 ]
+Trace: TypeAlias = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Write what every thread did when, for https://ui.perfetto.dev.")
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
@@ -56,20 +64,22 @@ def as_url(paths: Sequence[str]) -> str | list[str]:
 
 
 def request(
-    names: Sequence[str] | None,
-    dtypes: Sequence[str] | None,
-    slices: Sequence[str] | None,
-    concurrency: int | None,
-    memory_limit: str | None,
-    direct_io: str | None,
-    device: str = "cpu",
+    paths: Paths,
+    names: Names = None,
+    dtypes: DTypes = None,
+    slices: Slices = None,
+    concurrency: Concurrency = None,
+    memory_limit: MemoryLimit = None,
+    direct_io: DirectIO = None,
+    device: Device = "cpu",
 ) -> dict[str, Any]:
-    """The keyword arguments of `headrace.plan` and `headrace.stream`.
+    """The arguments of `headrace.plan` and `headrace.stream`.
 
     Raises:
         OptionError: a --dtype or --slice that is not written as it should be.
     """
     return {
+        "url": as_url(paths),
         "names": names or None,
         "dtype": parse_dtypes(dtypes or ()),
         "slices": dict(map(parse_slice, slices or ())) or None,
@@ -78,6 +88,27 @@ def request(
         "direct_io": direct_io,
         "device": device,
     }
+
+
+def with_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the arguments of `request`, and pass it what they make as its first one."""
+    shared, (_, *own) = _parameters(request), _parameters(command)
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        command(request(**{parameter.name: given.pop(parameter.name) for parameter in shared}), **given)
+
+    # What typer reads.
+    wrapped.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*shared, *own)}
+    return wrapped
+
+
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
+    """The parameters, with annotations that are no text any more: names in it are those of the function's own module."""
+    hints = get_type_hints(function, include_extras=True)
+    found = inspect.signature(function).parameters.values()
+    return [parameter.replace(annotation=hints[parameter.name]) for parameter in found]
 
 
 def parse_dtypes(texts: Sequence[str]) -> str | dict[str, str] | None:

@@ -1,16 +1,14 @@
 """`headrace load`: stream every tensor, drop it, and say how that went. A first test of a checkpoint, a disk, or a setting.
 
 On a terminal a bar moves while it runs; elsewhere there is one line at the start and one at the end, both on stderr. stdout gets
-the summary, or with --json the fields of `headrace.Snapshot`.
+the summary, or with --json the fields of `headrace.Snapshot`, which docs/stats.md describes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import Annotated, Any, TypeAlias
 
@@ -18,23 +16,10 @@ import typer
 
 import headrace
 from headrace import Snapshot
-from headrace.cli._arguments import (
-    Concurrency,
-    Device,
-    DirectIO,
-    DTypes,
-    Json,
-    MemoryLimit,
-    Names,
-    Paths,
-    Slices,
-    as_url,
-    request,
-)
-from headrace.cli._exits import say
+from headrace.cli._arguments import Json, Trace, with_request
 from headrace.cli._screen import Screen, counted, file_name, nbytes_text, rate_text, seconds_text
+from headrace.cli._waiting import State, waiting
 
-Report: TypeAlias = Callable[[Snapshot], None]
 Order: TypeAlias = Annotated[
     str, typer.Option("--order", metavar="ready|file", help="Take tensors as they come in, or in the order of the files.")
 ]
@@ -42,37 +27,30 @@ Ownership: TypeAlias = Annotated[
     str, typer.Option("--ownership", metavar="leased|copied|borrowed", help="Whose memory tensors are in; see headrace.stream.")
 ]
 
-_REDRAWN_PER_S = 10
 
-
+@with_request
 def load(
-    paths: Paths,
-    names: Names = None,
-    dtypes: DTypes = None,
-    slices: Slices = None,
-    concurrency: Concurrency = None,
-    memory_limit: MemoryLimit = None,
-    direct_io: DirectIO = None,
-    device: Device = "cpu",
+    arguments: dict[str, Any],
     order: Order = "ready",
     ownership: Ownership = "leased",
+    trace: Trace = None,
     as_json: Json = False,
 ) -> None:
     """Load every tensor, drop it, and report speed and waits.
 
     Loads as `headrace.stream` does for a program, into host memory or to a device. Needs torch.
     """
-    arguments = request(names, dtypes, slices, concurrency, memory_limit, direct_io, device)
-    with _reporting(quiet=as_json) as report:
-        stats = _drop_all(as_url(paths), {**arguments, "order": order, "ownership": ownership}, report)
+    with waiting(state_of_load, starts=_first_line, ends=_last_line, quiet=as_json) as report:
+        stats = _drop_all({**arguments, "order": order, "ownership": ownership, "trace": trace}, report)
     if as_json:
         sys.stdout.write(json.dumps(stats.as_dict()) + "\n")
     else:
-        Screen().pairs(_summary(stats))
+        traced = [("trace", f"{trace}, for https://ui.perfetto.dev")] if trace is not None else []
+        Screen().pairs([*_summary(stats), *traced])
 
 
-def _drop_all(url: str | list[str], arguments: dict[str, Any], report: Report) -> Snapshot:
-    with headrace.stream(url, progress=report, **arguments) as stream:
+def _drop_all(arguments: dict[str, Any], report: Callable[[Snapshot], None]) -> Snapshot:
+    with headrace.stream(**arguments, progress=report) as stream:
         report(stream.stats)
         for _ in stream:
             pass
@@ -83,65 +61,25 @@ def _drop_all(url: str | list[str], arguments: dict[str, Any], report: Report) -
 # -- while it runs ---------------------------------------------------------------------------------------------------------------
 
 
-def _reporting(*, quiet: bool) -> AbstractContextManager[Report]:
-    """What is told on stderr while a load runs: nothing, a bar on a terminal, two lines elsewhere."""
-    if quiet:
-        return nullcontext(lambda _: None)
-    return _bar() if sys.stderr.isatty() else _lines()
-
-
-@contextmanager
-def _lines() -> Iterator[Report]:
-    """A line when it starts and one when it is done."""
-    last: Snapshot | None = None
-
-    def report(snapshot: Snapshot) -> None:
-        nonlocal last
-        if last is None:
-            say("", f"loading {counted(snapshot.total_tensors, 'tensor')}, {nbytes_text(snapshot.total_nbytes)} to read")
-        last = snapshot
-
-    yield report
-    if last is not None:
-        say("", f"loaded {counted(last.tensors, 'tensor')} in {seconds_text(last.seconds)}")
-
-
-@contextmanager
-def _bar() -> Iterator[Report]:
-    """A bar in bytes. It stays when it is done, or where an error left it; before the first report there is none."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("loading"),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(compact=True),
+def state_of_load(snapshot: Snapshot) -> State:
+    """What a bar shows of a load."""
+    begun = snapshot.read_nbytes > 0
+    return State(
+        "loading",
+        snapshot.read_nbytes,
+        snapshot.total_nbytes,
+        rate=snapshot.rate if begun else 0.0,
+        note=f"slowest: {snapshot.slowest}" if begun else "",
+        is_last=snapshot.tensors == snapshot.total_tensors,
     )
-    bar = Progress(*columns, console=console, expand=True, refresh_per_second=_REDRAWN_PER_S)
-    due = 0.0
 
-    def report(snapshot: Snapshot) -> None:
-        nonlocal due
-        now = time.monotonic()
-        if now < due and snapshot.tensors < snapshot.total_tensors:
-            return
-        due = now + 1 / _REDRAWN_PER_S
-        rate = rate_text(snapshot.rate) if snapshot.read_nbytes else ""
-        if bar.task_ids:
-            bar.update(bar.task_ids[0], completed=snapshot.read_nbytes, rate=rate)
-        else:
-            opening.stop()
-            bar.add_task("", total=snapshot.total_nbytes, completed=snapshot.read_nbytes, rate=rate)
-            bar.start()
 
-    with console.status("opening") as opening:  # importing torch takes seconds
-        try:
-            yield report
-        finally:
-            bar.stop()
+def _first_line(snapshot: Snapshot) -> str:
+    return f"loading {counted(snapshot.total_tensors, 'tensor')}, {nbytes_text(snapshot.total_nbytes)} to read"
+
+
+def _last_line(snapshot: Snapshot) -> str:
+    return f"loaded {counted(snapshot.tensors, 'tensor')} in {seconds_text(snapshot.seconds)}"
 
 
 # -- afterwards ------------------------------------------------------------------------------------------------------------------

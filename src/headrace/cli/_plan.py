@@ -24,31 +24,13 @@ import typer
 
 import headrace
 from headrace import Plan
-from headrace.cli._arguments import (
-    Concurrency,
-    Device,
-    DirectIO,
-    DTypes,
-    Json,
-    MemoryLimit,
-    Names,
-    Paths,
-    Slices,
-    as_url,
-    request,
-)
+from headrace.cli._arguments import Json, with_request
 from headrace.cli._screen import Column, Screen, counted, file_name, nbytes_text
 
 
+@with_request
 def plan(
-    paths: Paths,
-    names: Names = None,
-    dtypes: DTypes = None,
-    slices: Slices = None,
-    concurrency: Concurrency = None,
-    memory_limit: MemoryLimit = None,
-    direct_io: DirectIO = None,
-    device: Device = "cpu",
+    arguments: dict[str, Any],
     reads: Annotated[int, typer.Option("--reads", metavar="N", show_default=False, help="Also list the first N reads.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +38,7 @@ def plan(
 
     Takes the options of `headrace load` and reads the headers only.
     """
-    made = headrace.plan(as_url(paths), **request(names, dtypes, slices, concurrency, memory_limit, direct_io, device))
+    made = headrace.plan(**arguments)
     if as_json:
         _print_json(made)
         return

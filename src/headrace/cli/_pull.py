@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 import headrace
 from headrace.cli._arguments import Concurrency, Json
-from headrace.cli._exits import say
 from headrace.cli._screen import Screen, counted, nbytes_text, rate_text, seconds_text
+from headrace.cli._waiting import State, waiting
 
 if TYPE_CHECKING:
     from headrace._pull import PullProgress, PullReport
 
-Report: TypeAlias = "Callable[[PullProgress], None]"
 Include: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--include", metavar="GLOB", help="Only files whose relative path fits; * also matches /. May be repeated."),
@@ -31,8 +28,6 @@ Include: TypeAlias = Annotated[
 Exclude: TypeAlias = Annotated[
     list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files whose relative path fits; may be repeated.")
 ]
-
-_REDRAWN_PER_S = 10
 
 
 def pull(
@@ -51,7 +46,7 @@ def pull(
     A pull that was stopped goes on where it was; what is there already is not copied again. Two pulls to one folder do the
     work once.
     """
-    with _reporting(quiet=as_json) as report:
+    with waiting(_state, starts=_first_line, ends=_last_line, quiet=as_json) as report:
         done: PullReport = headrace.pull(
             src,
             dst,
@@ -67,75 +62,23 @@ def pull(
         Screen().pairs(_summary(done))
 
 
-def _reporting(*, quiet: bool) -> AbstractContextManager[Report]:
-    """What is told on stderr while a pull runs: nothing, a bar on a terminal, two lines elsewhere."""
-    if quiet:
-        return nullcontext(lambda _: None)
-    return _bar() if sys.stderr.isatty() else _lines()
+def _state(progress: PullProgress) -> State | None:
+    if not progress.total_files:  # the files are still being opened
+        return None
+    is_last = progress.files == progress.total_files
+    if progress.compared_nbytes:
+        return State("comparing", progress.compared_nbytes, progress.total_nbytes, is_last=is_last)
+    rate = progress.rate if progress.copied_nbytes else 0.0
+    return State("pulling", progress.nbytes, progress.total_nbytes, rate=rate, is_last=is_last)
 
 
-@contextmanager
-def _lines() -> Iterator[Report]:
-    """A line when it starts and one when it is done."""
-    last: PullProgress | None = None
-
-    def report(snapshot: PullProgress) -> None:
-        nonlocal last
-        if not snapshot.total_files:  # the files are still being opened
-            return
-        if last is None:
-            missing = snapshot.total_nbytes - snapshot.nbytes
-            say("", f"pulling {counted(snapshot.total_files, 'file')}, {nbytes_text(missing)} to copy")
-        last = snapshot
-
-    yield report
-    if last is not None:
-        say("", f"pulled {counted(last.files, 'file')} in {seconds_text(last.seconds)}")
+def _first_line(progress: PullProgress) -> str:
+    missing = progress.total_nbytes - progress.nbytes
+    return f"pulling {counted(progress.total_files, 'file')}, {nbytes_text(missing)} to copy"
 
 
-@contextmanager
-def _bar() -> Iterator[Report]:
-    """A bar in bytes. It stays when it is done, or where an error left it; before the files are open there is none."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.fields[doing]}"),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    bar = Progress(*columns, console=console, expand=True, refresh_per_second=_REDRAWN_PER_S)
-    due = 0.0
-
-    def report(snapshot: PullProgress) -> None:
-        nonlocal due
-        now = time.monotonic()
-        if not snapshot.total_files or (now < due and snapshot.files < snapshot.total_files):
-            return
-        due = now + 1 / _REDRAWN_PER_S
-        shown = _shown(snapshot)
-        if bar.task_ids:
-            bar.update(bar.task_ids[0], **shown)
-        else:
-            opening.stop()
-            bar.add_task("", total=snapshot.total_nbytes, **shown)
-            bar.start()
-
-    with console.status("opening") as opening:  # it may also wait for another pull
-        try:
-            yield report
-        finally:
-            bar.stop()
-
-
-def _shown(snapshot: PullProgress) -> dict[str, Any]:
-    if snapshot.compared_nbytes:
-        return {"doing": "comparing", "completed": snapshot.compared_nbytes, "rate": ""}
-    rate = rate_text(snapshot.rate) if snapshot.copied_nbytes else ""
-    return {"doing": "pulling", "completed": snapshot.nbytes, "rate": rate}
+def _last_line(progress: PullProgress) -> str:
+    return f"pulled {counted(progress.files, 'file')} in {seconds_text(progress.seconds)}"
 
 
 def _summary(done: PullReport) -> Iterator[tuple[str, str]]:

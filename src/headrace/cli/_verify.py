@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import headrace
 from headrace import IntegrityError
 from headrace.cli._arguments import Concurrency, Json
-from headrace.cli._exits import say
 from headrace.cli._screen import Column, Screen, counted, nbytes_text, rate_text, seconds_text
+from headrace.cli._waiting import State, waiting
 
 if TYPE_CHECKING:
     from headrace import FileCheck, VerifyProgress, VerifyReport
 
-Report: TypeAlias = "Callable[[VerifyProgress], None]"
-
-_REDRAWN_PER_S = 10
 _MANY_FILES = 20  # more than that are listed on a terminal only where something is wrong with them
 
 
@@ -49,7 +44,7 @@ def verify(
 
     With --write or --out it writes a manifest of the files as they are, for later checks and for verify= while loading.
     """
-    with _reporting(quiet=as_json) as report:
+    with waiting(_state, starts=_first_line, ends=_last_line, quiet=as_json) as report:
         done: VerifyReport = headrace.verify(
             url, manifest=manifest, write=write, out=out, progress=report, concurrency=concurrency
         )
@@ -64,72 +59,20 @@ def verify(
 # -- while it runs ---------------------------------------------------------------------------------------------------------------
 
 
-def _reporting(*, quiet: bool) -> AbstractContextManager[Report]:
-    """What is told on stderr while it runs: nothing, a bar on a terminal, two lines elsewhere."""
-    if quiet:
-        return nullcontext(lambda _: None)
-    return _bar() if sys.stderr.isatty() else _lines()
+def _state(progress: VerifyProgress) -> State | None:
+    if not progress.total_files:  # the files are still being opened
+        return None
+    doing = f"verifying, {progress.failed_files:,} failed" if progress.failed_files else "verifying"
+    is_last = progress.nbytes >= progress.total_nbytes
+    return State(doing, progress.nbytes, progress.total_nbytes, rate=progress.rate if progress.nbytes else 0.0, is_last=is_last)
 
 
-@contextmanager
-def _lines() -> Iterator[Report]:
-    """A line when it starts and one when it is done."""
-    last: VerifyProgress | None = None
-
-    def report(snapshot: VerifyProgress) -> None:
-        nonlocal last
-        if not snapshot.total_files:  # the files are still being opened
-            return
-        if last is None:
-            say("", f"verifying {counted(snapshot.total_files, 'file')}, {nbytes_text(snapshot.total_nbytes)} to read")
-        last = snapshot
-
-    yield report
-    if last is not None:
-        say("", f"read {nbytes_text(last.nbytes)} in {seconds_text(last.seconds)}")
+def _first_line(progress: VerifyProgress) -> str:
+    return f"verifying {counted(progress.total_files, 'file')}, {nbytes_text(progress.total_nbytes)} to read"
 
 
-@contextmanager
-def _bar() -> Iterator[Report]:
-    """A bar in bytes. It stays when it is done, or where an error left it; before the files are open there is none."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.fields[doing]}"),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    bar = Progress(*columns, console=console, expand=True, refresh_per_second=_REDRAWN_PER_S)
-    due = 0.0
-
-    def report(snapshot: VerifyProgress) -> None:
-        nonlocal due
-        now = time.monotonic()
-        if not snapshot.total_files or (now < due and snapshot.nbytes < snapshot.total_nbytes):
-            return
-        due = now + 1 / _REDRAWN_PER_S
-        shown = _shown(snapshot)
-        if bar.task_ids:
-            bar.update(bar.task_ids[0], **shown)
-        else:
-            opening.stop()
-            bar.add_task("", total=snapshot.total_nbytes, **shown)
-            bar.start()
-
-    with console.status("opening") as opening:
-        try:
-            yield report
-        finally:
-            bar.stop()
-
-
-def _shown(snapshot: VerifyProgress) -> dict[str, Any]:
-    doing = f"verifying, {snapshot.failed_files:,} failed" if snapshot.failed_files else "verifying"
-    return {"doing": doing, "completed": snapshot.nbytes, "rate": rate_text(snapshot.rate) if snapshot.nbytes else ""}
+def _last_line(progress: VerifyProgress) -> str:
+    return f"read {nbytes_text(progress.nbytes)} in {seconds_text(progress.seconds)}"
 
 
 # -- afterwards ------------------------------------------------------------------------------------------------------------------
