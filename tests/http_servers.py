@@ -225,6 +225,12 @@ class Server:
         if do == "garbage":
             sock.sendall(options.get("head", b"SSH-2.0-OpenSSH_9.2\r\n\r\n"))
             return False
+        if do == "drip":
+            for byte in options["head"]:
+                sock.sendall(bytes([byte]))
+                if self.released.wait(options["seconds"]):
+                    break
+            return False
         data = self.files.get(seen.target.partition("?")[0])
         if data is None:
             return self.reply(sock, 404, {}, b"<Error><Code>NoSuchKey</Code></Error>")

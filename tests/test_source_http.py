@@ -344,6 +344,11 @@ def test_what_is_no_url_is_refused(url: str) -> None:
     error_of(SourceError, lambda: open_http(url, access=brisk()))
 
 
+@pytest.mark.parametrize("host", ["a..b", f"{'a' * 64}.com", ".a"])
+def test_a_host_that_no_name_can_have_is_an_unknown_one(host: str) -> None:
+    error_of(UnknownHostError, lambda: open_http(f"http://{host}/x", access=brisk()))
+
+
 def test_names_are_encoded_as_they_must_be() -> None:
     files = {"/a%20b/gr%C3%B6%C3%9Fe%231.bin": b"one", "/a%2Fb": b"two", "/q": b"three"}
     with Server(files) as server:
@@ -478,6 +483,27 @@ def test_a_slow_body_that_moves_is_not_a_stall() -> None:
     with Server(DATA, trickle) as server, opened(server, Access(policy=HASTY)) as source:
         assert read(source, PREFIX, 50_000) == DATA[PREFIX : PREFIX + 50_000]
         assert source.traffic.failed == 0
+
+
+ENDLESS = {
+    "informational": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"A: b\r\n"),
+    "the head": (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_framing_without_an_end_is_an_error(what: str) -> None:
+    first, again = ENDLESS[what]
+    with Server(DATA, [fault("garbage", head=first + again * 100_000)]) as server:
+        assert what in str(error_of(WrongAnswerError, lambda: fetch(server.url, access=brisk())))
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_framing_that_comes_byte_by_byte_is_a_stall(what: str) -> None:
+    first, again = ENDLESS[what]
+    with Server(DATA, [fault("drip", head=first + again * 100, seconds=0.01)]) as server:
+        error_of(SourceTimeoutError, lambda: fetch(server.url, access=Access(policy=replace(HASTY, attempts=2))))
 
 
 def test_tries_that_bring_much_are_not_counted_against_the_range() -> None:
@@ -988,7 +1014,7 @@ def test_redirects_in_a_circle_end() -> None:
 
 
 def test_redirect_to_what_is_no_http_is_refused() -> None:
-    for target in ("ftp://127.0.0.1/x", "file:///etc/passwd"):
+    for target in ("ftp://127.0.0.1/x", "file:///etc/passwd", "http://[::1/x", "http://host:99999/x"):
         with Server(DATA, [fault("redirect", to=target)]) as server:
             error_of(RedirectError, lambda server=server: open_http(server.url, access=brisk(allow_redirect=allow)))
 

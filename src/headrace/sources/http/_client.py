@@ -264,10 +264,12 @@ class Client:
         location, allow = answer.headers.get("location"), self.access.allow_redirect
         if answer.status not in _REDIRECTS or location is None or allow is None:
             return None
-        url, _ = _wire_url(urljoin(sent.url, location))
         try:
+            url, _ = _wire_url(urljoin(sent.url, location))
             endpoint = self._endpoint(url)
-        except ValueError:
+        except OptionError:
+            raise
+        except (ValueError, SourceError):
             return None
         if sent.url.startswith("https:") and endpoint.scheme != "https":
             raise Failure("redirect", f"it leads from https to {public_url(url)}, without encryption", status=answer.status)
@@ -285,7 +287,7 @@ class Client:
         store = scrub(self.access.parse_error(answer.status, answer.headers, body), secrets_of(sent.headers, sent.url))
         failure = refusal(answer.status, answer.headers, store, asked, wait_asked_for(answer.headers, self.access.timing.now()))
         if failure.kind == "redirect" and (location := answer.headers.get("location")):
-            failure.args = (f"{failure}, and leads to {public_url(urljoin(sent.url, location))}",)
+            failure.args = (f"{failure}, and leads to {_target(sent.url, location)}",)
         if located is not None and located == self._located and failure.kind in ("denied", "unauthorized", "missing"):
             self._located = None  # signed for a time that is over: let the first host say anew where it is
             failure.action = "refresh"
@@ -383,6 +385,14 @@ def _encoded(request: Request, endpoint: Endpoint) -> bytes:
         if endpoint.proxy.authorization:
             headers["Proxy-Authorization"] = endpoint.proxy.authorization
     return encode_request(request.method, target, headers)
+
+
+def _target(url: str, location: str) -> str:
+    """Where a redirect leads, as it may be shown."""
+    try:
+        return public_url(urljoin(url, location))
+    except ValueError:
+        return public_url(location)
 
 
 def _wire_url(url: str) -> tuple[str, dict[str, str]]:

@@ -27,6 +27,7 @@ from headrace.sources.http._endpoint import Endpoint, Proxy
 from headrace.sources.http._failures import Failure, Headers, Kind
 
 _HEAD_NBYTES: Final = 64 << 10
+_INFORMATIONAL: Final = 16  # answers before the answer; a server has one or two to give (RFC 9110, 15.2)
 _READ_AHEAD_NBYTES: Final = 4096  # heads are shorter; what comes along is body, and has to be copied
 
 
@@ -114,9 +115,15 @@ class Answer:
             raise Failure("protocol", "a chunk of the body begins without its size", status=self.status)
         self._left = int(digits, 16)
         if self._left == 0:
-            while self._connection.read_line(self._watch):
-                pass
+            self._read_trailers()
             self._finished = True
+
+    def _read_trailers(self) -> None:
+        got = 0
+        while line := self._connection.read_line(self._watch):
+            got += len(line)
+            if got > _HEAD_NBYTES:
+                raise Failure("protocol", f"the trailers of the answer are longer than {_HEAD_NBYTES} bytes", status=self.status)
 
 
 def _parse_head(raw: bytes) -> tuple[int, bool, Headers]:
@@ -173,7 +180,11 @@ class Connection:
     def _connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
         """To the first address that answers. Not `create_connection`, whose sockets nobody could shut meanwhile."""
         last: OSError = OSError(errno.EADDRNOTAVAIL, "no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError as exc:  # a label that is empty, or longer than 63 characters
+            raise Failure("dns", f"{host} cannot be the name of a host") from exc
+        for family, kind, protocol, _, address in found:
             sock: socket.socket | None = None
             try:
                 sock = socket.socket(family, kind, protocol)
@@ -231,10 +242,13 @@ class Connection:
 
     def read_answer(self, watch: Watch) -> Answer:
         """The head of the answer; informational ones (1xx) are passed over."""
-        while True:
+        for _ in range(_INFORMATIONAL + 1):
             status, is_new, headers = _parse_head(self._read_head(watch))
             if status >= 200:
                 break
+        else:
+            raise Failure("protocol", f"more than {_INFORMATIONAL} informational answers came, and no other", status=status)
+        watch.on_bytes(1)  # of the head only its end is progress
         wishes = {wish.strip().lower() for value in headers.get_all("connection") for wish in value.split(",")}
         reusable = "close" not in wishes if is_new else "keep-alive" in wishes
         coding = ", ".join(headers.get_all("transfer-encoding")).lower()
@@ -295,7 +309,10 @@ class Connection:
             except OSError as exc:
                 raise _translate(exc, self.endpoint.authority, "") from exc
             else:
-                watch.on_bytes(got)
+                if flags:
+                    watch.on_bytes(got)
+                else:
+                    watch.on_quiet()  # part of a head, or of a line between chunks: who sends them byte by byte is stalling
                 return got
 
     def _records_into(self, sock: socket.socket, view: memoryview) -> int:
