@@ -595,9 +595,8 @@ def _over(base: Options, options: Options) -> Options:
 
 def _refuse_unavailable(options: Options) -> None:
     """What cannot be done is refused where it was demanded, and said once where it was merely wished for."""
-    for name in ("in_place", "gds"):
-        if getattr(options, name) == "require":
-            raise OptionError(f"{name}='require': this version has no such route", option=name)
+    if options.gds == "require":
+        raise OptionError("gds='require': this version has no such route", option="gds")
 
 
 def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:

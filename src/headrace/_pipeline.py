@@ -29,7 +29,8 @@ from typing import Any, Protocol
 from headrace._addresses import address_of, move
 from headrace._cast import copy_out
 from headrace._dtypes import DTYPES
-from headrace._filling import Hops, SlotFiller
+from headrace._filling import IN_PLACE, Hops, SlotFiller
+from headrace._inplace import InPlace
 from headrace._landing import Filling, Maker
 from headrace._plan import MIB, Copy, Plan, Read, Span
 from headrace._progress import Progress
@@ -113,6 +114,7 @@ class DeviceLanding:
         progress: counters; `degraded` too.
         ownership: as of `headrace.stream`.
         destinations: {tensor name: memory the caller gave for it}.
+        in_place: shards that are page-locked where they lie; closed with this.
 
     Attributes:
         relay: fills slots instead of the source alone, where ranks load together. Set before the start, closed with the landing.
@@ -130,6 +132,7 @@ class DeviceLanding:
         *,
         ownership: str = "leased",
         destinations: Mapping[str, Destination] | None = None,
+        in_place: InPlace | None = None,
     ) -> None:
         assert plan.limits.staging is not None
         self.filled: list[str] = []
@@ -137,6 +140,8 @@ class DeviceLanding:
         self._staging = plan.limits.staging
         self._copied = ownership == "copied"
         self._given: Mapping[str, Destination] = destinations or {}
+        self._in_place = in_place
+        self._views = in_place.views if in_place is not None else {}
         self._pid = os.getpid()
         self._lock = threading.Lock()  # the fields below
         self._closed = False
@@ -171,7 +176,7 @@ class DeviceLanding:
                 self._ring = self._new_ring()
             filler = SlotFiller(self._plan, self._sources)
             fill = filler.fill_slot if self.relay is None else partial(self.relay.fill_slot, filler)
-            return _DeviceFilling(filler, fill, self._ring, self)
+            return _DeviceFilling(filler, fill, self._ring, self, self._views)
 
     def _new_ring(self) -> Ring:
         """No more and no longer slots than the plan's reads can use."""
@@ -462,6 +467,9 @@ class DeviceLanding:
             if ring is not None:
                 self._note_ring(ring)
                 ring.close()
+            if self._in_place is not None:
+                self._in_place.close()
+            self._views = {}
         finally:
             for name in list(self._written):  # also those that were written, perhaps in part, and never handed out
                 self._given[name].finish()
@@ -500,14 +508,20 @@ class _Handed:
 class _DeviceFilling:
     """Fills slots and sends them off."""
 
-    def __init__(self, filler: SlotFiller, fill: FillSlot, ring: Ring, landing: DeviceLanding) -> None:
-        self._filler, self._fill, self._ring, self._landing = filler, fill, ring, landing
+    def __init__(
+        self, filler: SlotFiller, fill: FillSlot, ring: Ring, landing: DeviceLanding, in_place: Mapping[int, memoryview]
+    ) -> None:
+        self._filler, self._fill, self._ring, self._landing, self._in_place = filler, fill, ring, landing, in_place
 
     def close(self) -> None:
         self._filler.close()
-        del self._fill, self._ring, self._landing
+        del self._fill, self._ring, self._landing, self._in_place
 
     def fill(self, read: Read) -> Hops:
+        file = self._in_place.get(read.shard)
+        if file is not None and read.copy is None and read.pieces == 1:
+            self._ring.send_outside(self._landing.issue, read, file[read.offset : read.offset + read.nbytes])
+            return IN_PLACE
         ring = self._ring
         slot = ring.take()
         try:

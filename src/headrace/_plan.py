@@ -41,6 +41,7 @@ class SourceAbilities:
         gap_nbytes: unwanted bytes up to this length are read along rather than skipped.
         cached: whether the bytes come from the page cache; None where there is none to ask.
         mapped: whether the shard is handed out as views of the mapped file.
+        in_place: whether the shard is page-locked where it lies and copied to a device from there.
         verified: how its bytes are checked, in words; empty where they are not.
         block_nbytes: where they are, what is read whole blocks at a time is checked where it lands.
     """
@@ -50,6 +51,7 @@ class SourceAbilities:
     gap_nbytes: int = 32 * KIB
     cached: bool | None = None
     mapped: bool = False
+    in_place: bool = False
     verified: str = ""
     block_nbytes: int = 0
 

@@ -92,7 +92,7 @@ def choose_route(ability: SourceAbilities, count: int, device: str = "cpu") -> t
     """(route, reason) of a shard's bytes to host memory, or to a device."""
     if not count:
         return "none", "no tensor of this shard is wanted"
-    route, reason = _choose_route(ability) if device == "cpu" else ("staged", _staged_from(ability, device))
+    route, reason = _choose_route(ability) if device == "cpu" else _staged_from(ability, device)
     return route, f"{reason}; verified: {ability.verified}" if ability.verified else reason
 
 
@@ -108,14 +108,16 @@ def _choose_route(ability: SourceAbilities) -> tuple[str, str]:
     return "straight", "not in the page cache: read past it, into the tensors' memory"
 
 
-def _staged_from(ability: SourceAbilities, device: str) -> str:
+def _staged_from(ability: SourceAbilities, device: str) -> tuple[str, str]:
+    if ability.in_place:
+        return "mapped", f"on tmpfs: page-locked where it lies, and copied from there to {device}"
     if ability.kind == "memory":
         place = "copied out of memory into"
     elif ability.kind == "network":
         place = "ranges are received into"
     else:
         place = "in the page cache: read into" if ability.cached else "not in the page cache: read past it, into"
-    return f"{place} a ring in host memory, and copied from there to {device}"
+    return "staged", f"{place} a ring in host memory, and copied from there to {device}"
 
 
 def cast_on_device(source: str, target: str, cast_at: str) -> bool:
@@ -222,7 +224,7 @@ class _ShardPlanner:
         size = "small" if self.sizes[i] * widening < SMALL_NBYTES and self.staging is None else "large"
         if target != self.dtypes[i]:
             # F16: torch's vector and scalar code differ in the payloads of NaNs, so that a neighbour would change a tensor's bits
-            on_device = self.staging is not None and cast_on_device(self.dtypes[i], target, self.staging.cast_at)
+            on_device = self._is_cast_on_device(_Run("cast", self.dtypes[i], target))
             alone = own or (self.dtypes[i] == "F16" and not on_device)
             return _Run("cast", self.dtypes[i], target, own, size, i if alone else -1)
         return _Run("straight", given=own, size=size, serial=i if own and size == "large" else -1)
@@ -357,7 +359,7 @@ class _ShardPlanner:
     def _is_cast_on_device(self, run: _Run) -> bool:
         if self.staging is None or run.source == run.target:
             return False
-        return cast_on_device(run.source, run.target, self.staging.cast_at)
+        return self.ability.in_place or cast_on_device(run.source, run.target, self.staging.cast_at)
 
     def _add_cast(self, run: _Run, first: int, last: int) -> None:
         """One copy converts a whole run: the elements follow each other in the file and in memory alike."""

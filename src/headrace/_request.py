@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from headrace._checkpoint import Checkpoint
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from headrace._engine import Engine
     from headrace._exchange import GroupLanding
+    from headrace._inplace import InPlace
     from headrace._landing import HostLanding
     from headrace._peers import Peers
     from headrace._pipeline import DeviceLanding
@@ -67,6 +69,7 @@ class Request:
         with gc_paused.held():
             self.chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
         self.unmapped: list[str] = []
+        self.in_place_shards: frozenset[int] = frozenset()
         if options.mmap == "require" and self.device_name != "cpu":
             raise OptionError(f"mmap='require' hands out host memory, and this load goes to {self.device_name}", option="mmap")
         self.mappings = self._map_files() if options.mmap in ("auto", "require") and self.device_name == "cpu" else {}
@@ -86,6 +89,10 @@ class Request:
             for shard, (source, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True))
         ]
         nbytes = sum(header.nbytes for header in headers)
+        abilities = [
+            replace(ability, in_place=True) if shard in self.in_place_shards else ability
+            for shard, ability in enumerate(abilities)
+        ]
         resolve = resolve_limits if self.device_name == "cpu" else resolve_staging
         limits = resolve(self.options, abilities, largest=self.checkpoint.largest, nbytes=nbytes)
         with gc_paused.held():
@@ -155,6 +162,7 @@ class Request:
             )
         target = self._open_device()
         destinations = self._destinations(into, target) if into is not None else {}
+        in_place = self._hold_in_place(target)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(given=given, uncast=destinations.keys() - given.keys())
         sources = self.checkpoint.sources
@@ -164,7 +172,7 @@ class Request:
         counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
         _withhold_last(plan, sources)
         seen = sources if tracer is None else tracer.sources(sources)
-        landing = self._landing(plan, seen, target, counters, ownership, destinations)
+        landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
         shared = self._share(peers, landing, plan, counters) if peers is not None else None
         job = Job(
             plan=plan,
@@ -196,11 +204,34 @@ class Request:
         self.device_name = device.name
         return device
 
+    def _hold_in_place(self, target: HostTarget | Device) -> InPlace | None:
+        """The wanted shards page-locked where they lie, if that is asked for and can be; else `unmapped` says why."""
+        asked = self.options.in_place
+        if self.device_name == "cpu" or asked not in ("auto", "require"):
+            return None
+        from headrace._inplace import InPlace, NotInPlaceError
+
+        wanted = {
+            i: s for i, (s, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True)) if rows is None or rows
+        }
+        try:
+            held = InPlace(cast("Device", target), wanted)
+        except NotInPlaceError as exc:
+            if asked == "require":
+                raise OptionError(f"in_place='require': {exc}", option="in_place") from exc
+            self.unmapped.append(f"not page-locked in place: {exc}")
+            return None
+        self.in_place_shards = frozenset(wanted)
+        return held
+
     def _is_written_to(self, name: str, destination: Destination) -> bool:
         """Whether bytes go straight into a destination; else its values are copied in."""
         if self.device_name == "cpu":
             return destination.memory is not None
         source = self.checkpoint[name].dtype
+        shard = self.checkpoint.where[name][0]
+        if shard in self.in_place_shards and destination.dtype != source:
+            return False
         converts_there = destination.dtype != source and cast_on_device(source, destination.dtype, self.options.cast_at or "auto")
         return destination.address is not None and not converts_there
 
@@ -212,6 +243,7 @@ class Request:
         counters: Progress,
         ownership: Ownership,
         destinations: Mapping[str, Destination],
+        in_place: InPlace | None,
     ) -> HostLanding | DeviceLanding:
         from headrace._landing import HostLanding
         from headrace._pipeline import DeviceLanding
@@ -229,7 +261,9 @@ class Request:
                 pin=self.options.pin or "off",
             )
         device = cast("Device", target)
-        return DeviceLanding(plan, sources, device, CpuTarget(), counters, ownership=ownership, destinations=destinations)
+        return DeviceLanding(
+            plan, sources, device, CpuTarget(), counters, ownership=ownership, destinations=destinations, in_place=in_place
+        )
 
     def _share(self, peers: Peers, landing: HostLanding | DeviceLanding, plan: Plan, counters: Progress) -> GroupLanding | None:
         from headrace._exchange import join_group

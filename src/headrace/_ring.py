@@ -179,6 +179,13 @@ class Ring:
                 self._memory.untracked = True  # a copy may be under way that no event tells of
                 raise
 
+    def send_outside(self, issue: Callable[[_T, memoryview], None], what: _T, data: memoryview) -> None:
+        """Queue copies out of page-locked memory that is not the ring's; closing the ring waits for them."""
+        with self._lock:
+            self._check_open()
+            self._memory.outside = True
+            issue(what, data)
+
     def put_back(self, slot: Slot) -> None:
         """Give a slot back that nothing was copied out of."""
         with self._lock:
@@ -351,7 +358,7 @@ class _Memory:
 
     def __init__(self, device: Device, region: Region) -> None:
         self.device, self.region = device, region
-        self.lock, self.closed, self.untracked = threading.Lock(), False, False
+        self.lock, self.closed, self.untracked, self.outside = threading.Lock(), False, False, False
         self._pinning = threading.Lock()
         self.owners: list[object] = []
         self.events: list[Any] = []
@@ -383,7 +390,7 @@ class _Memory:
         try:
             for event in events:
                 self.device.synchronize(event)
-            if self.untracked:
+            if self.untracked or self.outside:
                 self.device.drain()
         except DeviceError:
             drained = False

@@ -110,10 +110,13 @@ class Device(Protocol):
 
     Attributes:
         name: as the caller writes it, "cuda:0".
+        in_place_refused: why files cannot be page-locked where they lie; None where they can.
     """
 
     @property
     def name(self) -> str: ...
+    @property
+    def in_place_refused(self) -> str | None: ...
 
     def enter_thread(self) -> None:
         """Make this the current device of a thread that was started for it, and leave it so."""

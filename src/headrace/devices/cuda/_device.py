@@ -90,6 +90,12 @@ class CudaDevice:
         self.copy_stream = allocator.copy_stream
         self._node = runtime.numa_node(index)
 
+    @property
+    def in_place_refused(self) -> str | None:
+        if self.runtime.prefix != "hip":
+            return None
+        return f"{self.name}: ROCm suspends all queues whenever pages of a file that it knows change their place"
+
     def enter_thread(self) -> None:
         self.runtime.set_device(self.index)  # a thread that has not said so works on device 0, and makes a context there
 
