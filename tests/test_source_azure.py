@@ -258,6 +258,13 @@ def test_listing_goes_on_beyond_a_page() -> None:
         assert len(store(server).folder("az://models").list_keys()) == 5501
 
 
+def test_a_long_index_takes_one_request() -> None:
+    with serving({"models": {"m/model.safetensors.index.json": DATA}}) as server:
+        with contextlib.closing(store(server).folder("az://models/m").open("model.safetensors.index.json")) as source:
+            assert read(source, 0, len(DATA)) == DATA
+        assert server.asked_for() == ["m/model.safetensors.index.json"]
+
+
 def test_a_page_without_blobs_is_not_the_end() -> None:
     def replies(seen: Any) -> Any:
         body = b"<EnumerationResults><Blobs/><NextMarker>more</NextMarker></EnumerationResults>"

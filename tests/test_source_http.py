@@ -56,6 +56,7 @@ from headrace.sources.http import (
     WrongRangeError,
     fetch,
     open_http,
+    parse_xml,
     proxy_for,
     public_url,
 )
@@ -1305,3 +1306,17 @@ def test_random_faults_never_give_wrong_bytes() -> None:
                     return True  # wrong twice in a row
 
             assert all(threads.map(work, offsets))
+
+
+# ---- XML of stores
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"hello", b"<a>", b"<a>\0</a>", b"<a>" * 100_000, b'<?xml version="1.0" encoding="no-such"?><a/>',
+     b'<?xml version="1.0" encoding="rot13"?><a/>', b'<?xml version="1.0" encoding="utf-7"?><a/>',
+     b'<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>', b'<!DOCTYPE a SYSTEM "file:///etc/passwd"><a/>'],
+)  # fmt: skip
+def test_what_is_no_xml_of_a_store_is_a_value_error(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"it |encod"):
+        parse_xml(text)

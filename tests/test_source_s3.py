@@ -275,8 +275,10 @@ def test_one_store_lists_and_reads_with_one_set_of_credentials() -> None:
 
 
 def test_a_page_that_is_none_is_a_wrong_answer() -> None:
-    for body in (b"hello", b"<html/>", b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"):
-        with pytest.raises(ValueError, match="it is"):
+    unsized = b"<ListBucketResult><Contents><Key>a</Key><Size>%s</Size></Contents></ListBucketResult>"
+    pages = [b"hello", b"<html/>", b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>", unsized % b"-1"]
+    for body in (*pages, unsized % (b"9" * 5000), unsized % "²".encode()):
+        with pytest.raises(ValueError, match="it "):
             parse_page(body, prefix="")
     page = parse_page(b"<ListBucketResult><Contents><Key>a+b</Key><Size>3</Size></Contents></ListBucketResult>", prefix="")
     assert [entry.key for entry in page.entries] == ["a+b"]  # not encoded, as it does not say so

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
-from xml.etree import ElementTree
 
 from headrace.errors import SourceError
 from headrace.sources.http import (
@@ -21,6 +20,7 @@ from headrace.sources.http import (
     Kind,
     StoreError,
     UnknownHostError,
+    parse_xml,
 )
 
 
@@ -156,8 +156,8 @@ def parse_complaint(headers: Headers, body: bytes) -> Complaint:
     text = body.removeprefix(b"\xef\xbb\xbf").lstrip()  # the service begins with a byte order mark
     fields: dict[str, str] = {}
     try:
-        root = ElementTree.fromstring(text) if text.startswith(b"<") else None
-    except (ElementTree.ParseError, ValueError):
+        root = parse_xml(text) if text.startswith(b"<") else None
+    except ValueError:
         root = None
     if root is not None and root.tag == "Error":
         fields = {child.tag: (child.text or "").strip() for child in root}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
+from headrace.sources.http import parse_size, parse_xml
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -54,10 +56,7 @@ def parse_page(body: bytes, *, prefix: str) -> Page:
     Raises:
         ValueError: it is no page of a listing.
     """
-    try:
-        root = ElementTree.fromstring(body)
-    except ElementTree.ParseError as exc:
-        raise ValueError(f"it is not XML ({exc})") from None
+    root = parse_xml(body)
     if root.tag != "EnumerationResults":
         raise ValueError(f"it is {root.tag!r}, and no list of blobs")
     entries = tuple(_entry(found, prefix) for found in root.iterfind("Blobs/Blob"))
@@ -72,9 +71,9 @@ def _entry(found: ElementTree.Element, prefix: str) -> Entry:
     if element is not None and element.get("Encoded") == "true":  # from 2021-02-12 on, where XML could not hold the name
         key = unquote(key)
     size = found.findtext("Properties/Content-Length") or "0"  # a directory has none
-    if not key or not (size.isascii() and size.isdigit()):
-        raise ValueError("it has a blob without name or size")
-    nbytes = int(size)
+    if not key:
+        raise ValueError("it has a blob without name")
+    nbytes = parse_size(size)
     is_folder = key == prefix or (nbytes == 0 and (key.endswith("/") or _says_folder(found)))
     etag = (found.findtext("Properties/Etag") or "").strip('"')
     return Entry(key, key[len(prefix) :], nbytes, etag, is_folder)

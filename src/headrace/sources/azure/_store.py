@@ -16,6 +16,7 @@ from headrace.sources.azure._identity import Given, Identity
 from headrace.sources.azure._listing import Entry, Page, parse_page
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
+    INDEX_NBYTES,
     Access,
     HttpError,
     Traffic,
@@ -210,7 +211,7 @@ class AzureFolder:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             url = location.url
             raise BlobNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
-        return self._store._open(location, PREFIX_NBYTES)
+        return self._store._open(location, INDEX_NBYTES if name.endswith(".index.json") else PREFIX_NBYTES)
 
     def _pages(self, recursive: bool) -> Iterator[Page]:
         query = {"restype": "container", "comp": "list", "include": "metadata"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
-from xml.etree import ElementTree
 
 from headrace.errors import SourceError
 from headrace.sources.http import (
@@ -22,6 +21,7 @@ from headrace.sources.http import (
     StoreError,
     WrongEncodingError,
     parse_error_headers,
+    parse_xml,
 )
 
 
@@ -138,7 +138,7 @@ def parse_complaint(body: bytes) -> Complaint:
     text = body.lstrip()
     try:
         found = _from_xml(text) if text.startswith(b"<") else _from_json(text) if text.startswith(b"{") else Complaint()
-    except (ElementTree.ParseError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return Complaint()
     if "requester pays" in found.message.lower() and found.code in ("required", "invalid", "InvalidArgument"):
         return Complaint("UserProjectMissing", found.message)  # the JSON API has no code of its own for it
@@ -146,7 +146,7 @@ def parse_complaint(body: bytes) -> Complaint:
 
 
 def _from_xml(text: bytes) -> Complaint:
-    root = ElementTree.fromstring(text)
+    root = parse_xml(text)
     if root.tag.rpartition("}")[2] != "Error":
         return Complaint()
     fields = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
+
+from headrace.sources.http import parse_size, parse_xml
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def parse_json_page(body: bytes, *, prefix: str) -> Page:
 def _json_entry(item: Any, prefix: str) -> Entry:
     fields: Mapping[str, Any] = item if isinstance(item, dict) else {}
     key, size = fields.get("name"), fields.get("size")
-    if not isinstance(key, str) or not isinstance(size, str):
+    if not isinstance(key, str) or not isinstance(size, str) or re.search("[\ud800-\udfff]", key):
         raise ValueError("it has an object without name or size")
     told = (fields.get(name) for name in ("generation", "md5Hash", "crc32c"))
     generation, md5, crc32c = (value if isinstance(value, str) else None for value in told)
@@ -84,10 +87,7 @@ def _json_entry(item: Any, prefix: str) -> Entry:
 
 def parse_xml_page(body: bytes, *, prefix: str) -> Page:
     """Read a page of the XML API (list-type=2). Arguments and errors as for `parse_json_page`."""
-    try:
-        root = ElementTree.fromstring(body)
-    except ElementTree.ParseError as exc:
-        raise ValueError(f"it is not XML ({exc})") from None
+    root = parse_xml(body)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     if root.tag != "ListBucketResult":
@@ -107,9 +107,9 @@ def _xml_entry(found: ElementTree.Element, prefix: str, encoded: bool) -> Entry:
 
 
 def _entry(key: str, prefix: str, size: str, **told: str | None) -> Entry:
-    if not key or not (size.isascii() and size.isdigit()):
-        raise ValueError("it has an object without name or size")
-    return Entry(key, key[len(prefix) :], int(size), **told)
+    if not key:
+        raise ValueError("it has an object without name")
+    return Entry(key, key[len(prefix) :], parse_size(size), **told)
 
 
 def _under(prefix: str, entries: list[Entry]) -> tuple[Entry, ...]:

@@ -15,7 +15,7 @@ from headrace.sources.gcs._bucket import Bucket
 from headrace.sources.gcs._errors import ObjectNotFoundError
 from headrace.sources.gcs._identity import GcsCredentials, GiveCredentials, Identity
 from headrace.sources.gcs._listing import Entry, Page, is_marker
-from headrace.sources.http import Access, HttpError, Traffic, UnsatisfiableError, Version, fetch, open_http
+from headrace.sources.http import INDEX_NBYTES, Access, HttpError, Traffic, UnsatisfiableError, Version, fetch, open_http
 from headrace.sources.memory import MemorySource
 
 PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
@@ -206,7 +206,8 @@ class GcsFolder:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             url = join_url(self._bucket.name, key)
             raise ObjectNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
-        return self._store.open(join_url(self._bucket.name, key))
+        prefix_nbytes = INDEX_NBYTES if name.endswith(".index.json") else PREFIX_NBYTES
+        return self._store.open(join_url(self._bucket.name, key), prefix_nbytes=prefix_nbytes)
 
     def _pages(self, recursive: bool) -> Iterator[Page]:
         token: str | None = ""

@@ -5,7 +5,8 @@ received into the caller"s memory, and what failed half way goes on at the byte 
 demanded of every answer. Credentials are asked for anew for every try, and never follow to another host.
 
 From the ground up: `_failures` names what goes wrong, `_answers` judges, `_retry` decides about patience, `_endpoint` says where,
-`_connection` talks, `_pool` keeps what can talk again, `_client` makes tries, `_hedge` asks twice, `_source` reads.
+`_connection` talks, `_pool` keeps what can talk again, `_client` makes tries, `_hedge` asks twice, `_source` reads;
+`_xml` reads what stores say in XML.
 """
 
 from headrace.sources.http._access import Access, AllowRedirect, Authorize, Request, Traffic
@@ -39,6 +40,7 @@ from headrace.sources.http._failures import (
 )
 from headrace.sources.http._retry import Policy, Timing
 from headrace.sources.http._source import INDEX_NBYTES, PREFIX_NBYTES, HttpSource, fetch, fetch_head, open_http
+from headrace.sources.http._xml import parse_size, parse_xml
 
 __all__ = [
     "INDEX_NBYTES",
@@ -78,6 +80,8 @@ __all__ = [
     "fetch_head",
     "open_http",
     "parse_error_headers",
+    "parse_size",
+    "parse_xml",
     "proxy_for",
     "public_url",
     "tls_context",

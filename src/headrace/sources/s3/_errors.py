@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
-from xml.etree import ElementTree
 
 from headrace.errors import SourceError
-from headrace.sources.http import Action, Headers, HttpError, HttpNotFoundError, HttpPermissionError, Kind, StoreError
+from headrace.sources.http import Action, Headers, HttpError, HttpNotFoundError, HttpPermissionError, Kind, StoreError, parse_xml
 
 
 class S3Error(HttpError):
@@ -115,8 +114,8 @@ def parse_complaint(headers: Headers, body: bytes) -> Complaint:
     """Read headers and body of an answer that is no success; a body that is no XML of S3 counts for nothing."""
     fields: dict[str, str] = {}
     try:
-        root = ElementTree.fromstring(body) if body.lstrip().startswith(b"<") else None
-    except (ElementTree.ParseError, ValueError):
+        root = parse_xml(body) if body.lstrip().startswith(b"<") else None
+    except ValueError:
         root = None
     if root is not None and _plain(root.tag) == "Error":
         fields = {_plain(child.tag): (child.text or "").strip() for child in root}

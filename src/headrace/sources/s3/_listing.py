@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
+from headrace.sources.http import parse_size, parse_xml
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -48,10 +50,7 @@ def parse_page(body: bytes, *, prefix: str) -> Page:
     Raises:
         ValueError: it is no page of a listing.
     """
-    try:
-        root = ElementTree.fromstring(body)
-    except ElementTree.ParseError as exc:
-        raise ValueError(f"it is not XML ({exc})") from None
+    root = parse_xml(body)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]  # each store has a namespace of its own, or none
     if root.tag != "ListBucketResult":
@@ -67,10 +66,9 @@ def parse_page(body: bytes, *, prefix: str) -> Page:
 def _entry(found: ElementTree.Element, prefix: str, encoded: bool) -> Entry:
     key = found.findtext("Key") or ""
     key = unquote_plus(key, errors="surrogateescape") if encoded else key
-    size = found.findtext("Size") or ""
-    if not key or not (size.isascii() and size.isdigit()):
-        raise ValueError("it has an object without key or size")
-    return Entry(key, key[len(prefix) :], int(size), (found.findtext("ETag") or "").strip('"'))
+    if not key:
+        raise ValueError("it has an object without key")
+    return Entry(key, key[len(prefix) :], parse_size(found.findtext("Size") or ""), (found.findtext("ETag") or "").strip('"'))
 
 
 def is_marker(entry: Entry) -> bool:
