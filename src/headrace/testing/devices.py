@@ -13,6 +13,7 @@ to the host until the stream that the caller works on is through with what was q
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import threading
 import weakref
@@ -255,13 +256,23 @@ class SimulatedDevice(CudaDevice):
     Args:
         runtime: the simulated runtime, which carries queued work out and counts what is done wrong.
         index: of the device.
+        prefix: of the runtime's functions: "cuda" or "hip".
+        direct: the library that reads files into its memory (`headrace.testing.simulated.cufile`); None: there is none.
     """
 
     allocator: SimulatedAllocator
 
-    def __init__(self, runtime: SimulatedRuntime, index: int = 0) -> None:
+    def __init__(
+        self,
+        runtime: SimulatedRuntime,
+        index: int = 0,
+        *,
+        prefix: str = "cuda",
+        direct: str | os.PathLike[str] | None = None,
+    ) -> None:
         name = f"simulated:{index}"
-        library = _Library(str(runtime.path), device=name)
+        library = _Library(str(runtime.path), prefix=prefix, device=name)
+        self.direct_libraries = (os.fspath(direct) if direct is not None else "no library was given",)
         super().__init__(library, SimulatedAllocator(runtime, library, index, name), index=index, name=name)
         self.library = library
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ class Callers:
         self._idle: list[_Caller] = []
         self._closed = False
         self._numbers = itertools.count()
+        weakref.finalize(self, _dismiss, self._idle)  # of a load that failed before it began
 
     def call(self, function: Callable[..., _T], *arguments: object, limit_s: float) -> _T:
         """Call, and wait for the result as long as that.
@@ -86,11 +88,9 @@ class Callers:
         """End the threads that wait for calls. May be called twice."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-        for caller in idle:
-            caller.calls.put(None)
-        for caller in idle:
-            caller.thread.join()
+            threads = _dismiss(self._idle)
+        for thread in threads:
+            thread.join()
 
 
 class _Caller:
@@ -100,6 +100,14 @@ class _Caller:
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=_serve, args=(self.calls, enter), name=name, daemon=True)
         self.thread.start()
+
+
+def _dismiss(idle: list[_Caller]) -> list[threading.Thread]:
+    """End the threads that wait for calls."""
+    threads = [caller.thread for caller in idle]
+    while idle:
+        idle.pop().calls.put(None)
+    return threads
 
 
 def _serve(calls: queue.SimpleQueue[_Call | None], enter: Callable[[], None]) -> None:

@@ -54,6 +54,7 @@ class Verdict:
         path, name: of the library; empty where none could be loaded.
         mode: 'p2p', 'compat' (by way of host memory), 'mixed', or '' where the library does not tell.
         max_nbytes: the longest request.
+        is_fallback: whether going another way is worth a warning; it is not where the file is too short.
     """
 
     usable: bool
@@ -62,6 +63,7 @@ class Verdict:
     name: str = ""
     mode: str = ""
     max_nbytes: int = MAX_IO_NBYTES
+    is_fallback: bool = True
 
 
 class _Verdicts:
@@ -95,7 +97,7 @@ def verdict_of(source: LocalSource, gpu: Gpu, libraries: Sequence[str]) -> Verdi
         libraries: paths or names, the best first.
     """
     if source.nbytes < PAGE:
-        return Verdict(False, "the file is shorter than a page")
+        return Verdict(False, "the file is shorter than a page", is_fallback=False)
     return _verdicts.get(source, gpu, tuple(libraries))
 
 
