@@ -316,6 +316,37 @@ def test_a_torn_line_of_the_journal_costs_its_range_only(tmp_path: Path, dst: Pa
     assert contents(dst) == model()
 
 
+@pytest.mark.parametrize("text", [b"\xff{}", b"[1]\nnull\n3", b'{"name": [1]}', b'{"name": {}}', b"[" * 100_000, b"9" * 5000])
+def test_records_that_are_none_count_for_nothing(tmp_path: Path, dst: Path, text: bytes) -> None:
+    src = fill(tmp_path / "src", model())
+    pull(src, dst)
+    records = dst / STATE / "pulled"
+    records.write_bytes(text + b"\n" + records.read_bytes())
+    assert pull(src, dst).skipped_files == len(model())
+
+
+def test_a_pipe_among_the_records_is_not_waited_for(dst: Path) -> None:
+    (dst / STATE).mkdir(parents=True)
+    os.mkfifo(dst / STATE / "pulled")
+    with pytest.raises(DestinationError, match="pipe"):
+        pull(MemoryFolder(model()), dst)
+
+
+def test_nothing_is_resumed_or_skipped_where_versions_cannot_be_told_apart(dst: Path) -> None:
+    quick = Access(policy=Policy(attempts=1, backoff_s=0.0, hedge_after_s=None))
+    old, new = (model(seed)[SHARD] * 3 for seed in (1, 2))
+    with Server({f"/m/{SHARD}": old}, etag=False) as server:
+        folder = WebFolder(server.url_of("/m"), [SHARD], access=quick)
+        server.faults.append(fault("hangup", min_start=25 * RANGE))
+        with pytest.raises(SourceError):
+            pull(folder, dst)
+        server.faults.clear()
+        for data in (new, old):
+            server.files[f"/m/{SHARD}"] = data
+            pull(folder, dst)
+            assert contents(dst) == {SHARD: data}
+
+
 def test_a_whole_part_is_placed_without_reading(tmp_path: Path, dst: Path) -> None:
     src = fill(tmp_path / "src", {SHARD: model()[SHARD]})
     (dst / SHARD).mkdir(parents=True)
@@ -416,6 +447,12 @@ def test_patterns_choose(dst: Path, include: Any, exclude: Any, expected: set[st
     assert contents(dst).keys() == expected
 
 
+def test_patterns_that_are_none_are_refused(dst: Path) -> None:
+    for patterns in (3, [3], b"a"):
+        with pytest.raises(OptionError):
+            pull(MemoryFolder(model()), dst, include=patterns)
+
+
 @pytest.mark.parametrize(("files", "include"), [({}, None), (model(), ["*.gguf"])])
 def test_nothing_to_pull_is_an_error(dst: Path, files: dict[str, bytes], include: Any) -> None:
     with pytest.raises(SourceNotFoundError) as error:
@@ -425,9 +462,24 @@ def test_nothing_to_pull_is_an_error(dst: Path, files: dict[str, bytes], include
 
 @pytest.mark.parametrize(
     "name",
-    ["../out", "a/../../out", "..", "/out", "a//b", "a/", "./a", "", "a\\..\\b", "nul\0", "C:/out", "config.json/a"],
+    [
+        "../out",
+        "a/../../out",
+        "..",
+        "/out",
+        "a//b",
+        "a/",
+        "./a",
+        "",
+        "a\\..\\b",
+        "nul\0",
+        "C:/out",
+        "config.json/a",
+        "é" * 128,
+        "d/" * 2050 + "a",
+    ],
 )
-def test_no_name_leads_out_of_the_destination(tmp_path: Path, dst: Path, name: str) -> None:
+def test_names_that_cannot_be_are_refused_before_anything_is_written(tmp_path: Path, dst: Path, name: str) -> None:
     with pytest.raises(FormatError) as error:
         pull(MemoryFolder({"config.json": b"{}", name: b"out"}), dst)
     assert error.value.url == "memory:"
@@ -651,6 +703,12 @@ def test_an_s3_prefix_is_pulled(dst: Path) -> None:
         credentials = S3Credentials(access_key_id="AKTEST", secret_access_key="SKTESTSECRET", endpoint=server.url)
         headrace.pull("s3://bucket/m", dst, credentials=credentials)
     assert contents(dst) == model()
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path) -> None:
+    for src, dst in (("", tmp_path), (tmp_path, "")):
+        with pytest.raises(OptionError, match="empty"):
+            headrace.pull(src, dst)
 
 
 def test_a_destination_that_is_no_local_path_is_refused(tmp_path: Path) -> None:

@@ -188,6 +188,8 @@ def local_path(url: str | os.PathLike[str]) -> Path:
     if not isinstance(url, (str, os.PathLike)):
         raise OptionError(f"url is a path, a URL or a source, not {type(url).__name__}", option="url")
     text = os.fspath(url)
+    if not text:
+        raise OptionError("the path is empty; write . for the current folder", option="url")
     if is_remote_url(text):
         raise OptionError(f"{_shown(text)}: this has to be a local path", option="url")
     if text.lower().startswith("file://"):

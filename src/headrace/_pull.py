@@ -63,7 +63,9 @@ _KEPT_OPEN: Final = 256  # more files than this are opened again when their turn
 _OPENERS: Final = 32
 _REPORTED_S: Final = 0.5
 _NEW: Final = os.O_CREAT | os.O_EXCL
-_SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+_SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # not to wait for who writes to a pipe that lies there
+_PATH_NBYTES: Final = 4095  # PATH_MAX without its NUL
+_NAME_NBYTES: Final = 255  # NAME_MAX
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | _SAFE
 
 _HINTS: Final = {
@@ -75,6 +77,8 @@ _HINTS: Final = {
     errno.ENOTDIR: "a part of the path is a file or a link where a folder is needed; move it away",
     errno.ELOOP: "a symbolic link is in the way, and links below the destination are not followed; remove it",
     errno.EISDIR: "a folder is in the way; move it away",
+    errno.EEXIST: "a file is in the way; move it away, or choose another destination",
+    errno.ENXIO: "a pipe or socket is in the way; move it away",
     errno.EFBIG: "the filesystem has no files of this size",
     errno.ENOLCK: "the filesystem has no locks (flock); choose one that has",
     errno.ENAMETOOLONG: "the name is too long for the filesystem",
@@ -254,7 +258,9 @@ def _choose(folder: Folder, include: Patterns, exclude: Patterns) -> list[str]:
 def _globs(patterns: Patterns) -> list[str] | None:
     if patterns is None:
         return None
-    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    given = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+        raise OptionError(f"include and exclude are globs, a str or a list of them, not {patterns!r}", option="include")
     return [f"{each}*" if each.endswith("/") else each for each in given] or None
 
 
@@ -273,8 +279,19 @@ def _check_name(name: str, url: str, folders: set[str]) -> None:
         reason = "leads out of the destination or is no plain path"
     elif name in folders:
         reason = "is a file and a folder at once, which no filesystem can hold"
+    elif _is_too_long(name):
+        reason = "is longer than filesystems allow"
+        name = f"{name[:60]}..."
     if reason:
         raise FormatError(f"{url}: the name {name!r} {reason}; leave it out with exclude", url=url)
+
+
+def _is_too_long(name: str) -> bool:
+    try:
+        raw = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False  # the destination will say what it thinks of it
+    return len(raw) > _PATH_NBYTES or any(len(part) > _NAME_NBYTES for part in raw.split(b"/"))
 
 
 # -- where it goes ---------------------------------------------------------------------------------------------------------------
@@ -420,7 +437,7 @@ class _Destination:
     def _read_records(self) -> dict[str, dict[str, Any]]:
         found = {}
         for line in _read_all("pulled", self.state).splitlines():
-            with suppress(ValueError, TypeError, KeyError):
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 record = json.loads(line)
                 found[record["name"]] = record
         return found
@@ -642,12 +659,15 @@ class _Pull:
     def _file(self, name: str, source: ByteSource) -> _File:
         key = _key(source)
         part = _Part(self._destination, name, key, nbytes=source.nbytes, range_nbytes=self._range_nbytes)
-        there = self._destination.holds(name, key)
+        known = getattr(source.version, "tells_apart", True)  # else what is here may be of any version of that size
+        there = known and self._destination.holds(name, key)
         file = _File(name, source, key, source.nbytes, part, there, is_remote(source))
         if there:
             part.discard()
         else:
             count = len(self._indexes(file))
+            if not known:
+                part.discard()
             file.resumed = {index for index in part.finished() if index < count}
             file.left = max(1, count - len(file.resumed))
         return file

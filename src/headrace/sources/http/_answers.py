@@ -35,6 +35,11 @@ class Version:
         )
 
     @property
+    def tells_apart(self) -> bool:
+        """Whether the server says anything but the size, which versions may have in common."""
+        return bool(self.etag or self.generation or self.version_id or self.modified)
+
+    @property
     def precondition(self) -> dict[str, str]:
         """Headers that make the server refuse (412) if it has another version: If-Match, which takes strong ETags only."""
         return {"If-Match": self.etag} if self.etag and not self.etag.startswith("W/") else {}
