@@ -258,8 +258,12 @@ def _choose(folder: Folder, include: Patterns, exclude: Patterns) -> list[str]:
 def _globs(patterns: Patterns) -> list[str] | None:
     if patterns is None:
         return None
-    given = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+    try:
+        given = [patterns] if isinstance(patterns, str) else list(patterns)
+        refused = not all(isinstance(each, str) for each in given)
+    except TypeError:
+        given, refused = [], True
+    if refused:
         raise OptionError(f"include and exclude are globs, a str or a list of them, not {patterns!r}", option="include")
     return [f"{each}*" if each.endswith("/") else each for each in given] or None
 
