@@ -598,6 +598,19 @@ def test_keeping_a_borrowed_tensor_for_two_steps_raises(data: bytes, memory_limi
     tensors.close()
 
 
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_given_tensors_may_be_kept_among_borrowed_ones(strided: bool) -> None:
+    contents = random_contents(*[300 * KIB] * 4, *[KIB] * 10)
+    given = {
+        name: torch.zeros(2 * len(entry.data), dtype=torch.uint8)[:: 2 if strided else 1][: len(entry.data)]
+        for name, entry in list(contents.items())[::2]
+    }
+    with headrace.stream(watched(serialize(contents)), into=given, ownership="borrowed") as tensors:
+        for name, tensor in tensors:
+            assert bytes_of(tensor) == contents[name].data
+    assert not wrong(given, contents)
+
+
 def test_a_view_of_a_borrowed_tensor_counts_as_keeping_it() -> None:
     with headrace.stream(watched(), ownership="borrowed") as tensors, pytest.raises(StreamError):
         _ = [tensor[3:5] for _, tensor in tensors]

@@ -357,6 +357,15 @@ def test_borrowed_tensors_that_are_kept_raise_and_dropped_ones_do_not(gpu: Gpu) 
         _ = [tensor[3:5] for _, tensor in tensors]
 
 
+def test_given_tensors_may_be_kept_among_borrowed_ones(gpu: Gpu) -> None:
+    given = {name: gpu.device.tensor(torch.zeros(len(entry.data), dtype=torch.uint8)) for name, entry in list(LARGE.items())[::2]}
+    with headrace.stream(WatchedSource(LARGE_BYTES), device=gpu.device, into=given, ownership="borrowed", **TIGHT) as tensors:
+        for name, tensor in tensors:
+            assert bytes_of(tensor) == LARGE[name].data
+    del tensor
+    assert not wrong(given, {name: LARGE[name] for name in given})
+
+
 # ---- given tensors
 
 

@@ -185,7 +185,7 @@ class HostLanding:
         strided = [i for i, name in enumerate(names) if name in given and not span.given]
         if strided:
             memory = self._memory[index]
-            made = self._copies.get(index) or self._wrap(span.first, span.last, memory.lease.owner if memory.lease else None)
+            made = self._copies.get(index) or self._plain(span.first, span.last, memory.lease.owner if memory.lease else None)
             for i in strided:
                 given[names[i]].fill_from(made[i])
             self._copies[index] = made
@@ -236,6 +236,8 @@ class HostLanding:
         given = self._given
 
         def made(begin: int, end: int) -> list[Any]:
+            if self._lent is not None and (copies is not None or span.given):
+                self._lent.extend([None] * (end - begin))  # nothing that is lent
             if copies is not None:
                 tensors = copies[begin - span.first : end - span.first]
                 copies[begin - span.first : end - span.first] = [None] * (end - begin)
@@ -266,13 +268,19 @@ class HostLanding:
         self._handed += 1
 
     def _wrap(self, begin: int, end: int, owner: Owner | None) -> list[Any]:
-        tensors, rows = self._plan.tensors, slice(begin, end)
-        columns = (tensors.dtypes[rows], tensors.shapes[rows], tensors.positions[rows], tensors.nbytes[rows])
         if self._lent is None or owner is None:
             if self._lent is not None:
                 self._lent.extend([None] * (end - begin))
-            return self._target.wrap(owner, *columns)
-        return [self._lend(owner, *column) for column in zip(*columns, strict=True)]
+            return self._plain(begin, end, owner)
+        return [self._lend(owner, *column) for column in zip(*self._columns(begin, end), strict=True)]
+
+    def _plain(self, begin: int, end: int, owner: Owner | None) -> list[Any]:
+        """Tensors that nobody watches."""
+        return self._target.wrap(owner, *self._columns(begin, end))
+
+    def _columns(self, begin: int, end: int) -> tuple[list[str], list[Sequence[int]], list[int], list[int]]:
+        tensors, rows = self._plan.tensors, slice(begin, end)
+        return tensors.dtypes[rows], tensors.shapes[rows], tensors.positions[rows], tensors.nbytes[rows]
 
     def _lend(self, owner: Owner, dtype: str, shape: Sequence[int], position: int, nbytes: int) -> Any:
         """One tensor with an owner of its own, so that it is known when it is gone."""
