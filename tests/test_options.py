@@ -29,6 +29,7 @@ GOOD: dict[str, tuple[str, Any]] = {  # {field: (text in the environment, value)
     "peer_timeout_s": ("30", 30.0),
     "local_ranks": ("8", 8),
     "network_chunk_nbytes": ("4MiB", 4 << 20),
+    "memory_limits": ("cpu=1MiB, shared-cpu=-1", {"cpu": 1 << 20, "shared-cpu": -1}),
 }
 RUNAI = {
     "concurrency": ("RUNAI_STREAMER_CONCURRENCY", "7", 7),

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from typing_extensions import Self
 
@@ -22,10 +22,11 @@ from headrace._location import Location, Verify, is_remote_url, load_manifest, l
 from headrace._manifest import MANIFEST_NAME
 from headrace._metadata import Metadata, write_metadata
 from headrace._options import Options, resolve
+from headrace._phases import Load, join_plans, open_load, placeholders_of, requests_of, targets_of
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
-from headrace._request import Into, Order, Ownership, Rename, Request, read_at_once
+from headrace._request import Into, Order, Ownership, Rename, read_at_once
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from headrace._engine import Engine
     from headrace._peers import Peers
+    from headrace._tables import SharedTensor
     from headrace.devices.base import Device
+
+Target: TypeAlias = "str | torch.device | Device"
 
 
 def open(
@@ -169,7 +172,7 @@ def open_sharded(
 def plan(
     url: Location,
     *,
-    device: str | torch.device | Device = "cpu",
+    device: Target | Mapping[str, Target] = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -186,7 +189,7 @@ def plan(
         url, device, names, slices, dtype, verify, metadata, credentials, options: as for `stream`.
 
     Returns:
-        Plain data; `str(plan)` explains it.
+        Plain data; `str(plan)` explains it. Where there are several targets, it has a plan for each in `phases`.
 
     Raises:
         As `open`, and TensorNotFoundError for a name that fits nothing.
@@ -194,7 +197,9 @@ def plan(
     resolved = _resolved(url, options, overrides)
     checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
     try:
-        return Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device).plan()
+        requests = requests_of(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
+        plans = [request.plan() for request in requests]
+        return plans[0] if len(plans) == 1 else join_plans(plans)
     finally:
         if checkpoint is not url:
             checkpoint.close()
@@ -203,7 +208,7 @@ def plan(
 def stream(
     url: Location,
     *,
-    device: str | torch.device | Device = "cpu",
+    device: Target | Mapping[str, Target] = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -229,6 +234,9 @@ def stream(
     Args:
         url: as for `open`; also an open `Checkpoint`, which stays open.
         device: where the tensors go: "cpu", "cuda" (the current GPU), "cuda:1", a torch.device, or a `Device` of one's own.
+            "shared-cpu": memory that all ranks of the node have in common, filled by one of them and not to be written to. A
+            mapping from names, globs or "file:NAME" to such targets, what it leaves out going to "cpu": one target is loaded
+            after the other, each with its own `memory_limit` where that is a mapping. See docs/distributed.md.
         names: which tensors: a name or glob, several of them, or a predicate that takes a `TensorInfo`. None: all.
         slices: {name: index} with numpy's meaning (integers, slices with any step, '...'); only what is needed is read,
             or a range that covers it where that is cheaper.
@@ -272,13 +280,15 @@ def stream(
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     tracer = Tracer(trace) if trace is not None else None
-    with _gathered(group, resolved) as peers, ExitStack() as opened:
+    with _gathered(group, resolved, len(targets_of(device))) as peers, ExitStack() as opened:
         checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
         if checkpoint is not url:
             opened.callback(checkpoint.close)
-        request = Request(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
+        requests = requests_of(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
         ending = ExitStack()  # what is done when the load is over
-        engine = request.engine(
+        load = open_load(
+            requests,
+            peers,
             into=into,
             rename=rename,
             ownership=ownership,
@@ -286,13 +296,12 @@ def stream(
             progress=_reporting(progress, ending),
             on_stop=ending.close,
             opened_here=checkpoint is not url,
-            peers=peers,
             tracer=tracer,
         )
         if tracer is not None:
             ending.callback(tracer.write)
         ending.push(opened.pop_all())
-        return TensorStream(engine)
+        return TensorStream(load, placeholders_of(requests))
 
 
 def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -303,7 +312,7 @@ def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
         **arguments: as for `stream`. `memory_limit` bounds what is read ahead; by default nothing does, since all of it is kept.
 
     Returns:
-        {name: tensor}, in file order.
+        {name: tensor}, in file order; where there are several targets, those of one after those of the other.
 
     Raises:
         As `stream`.
@@ -314,7 +323,8 @@ def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
     arguments.setdefault("order", "file")
     options = _resolved(url, arguments.pop("options", None), _option_overrides(arguments))
     if options.memory_limit is None:
-        options = options.merged({"memory_limit": -1})
+        limits = options.memory_limits
+        options = options.merged({"memory_limit": -1 if limits is None else {"*": -1} | dict(limits)})
     with stream(url, options=options, **arguments) as tensors, gc_paused.held():
         return dict(tensors)
 
@@ -480,13 +490,14 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
     Attributes:
         plan: what is being done.
+        shared: {name: `SharedTensor`} of the tensors that go to "shared-cpu", known before they are there.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Load, shared: Mapping[str, SharedTensor]) -> None:
         self._engine = engine
         self._tensors = engine.run()
         self._iterated = False
-        self.plan = engine.plan
+        self.plan, self.shared = engine.plan, shared
 
     @property
     def stats(self) -> Snapshot:
@@ -561,21 +572,22 @@ def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] 
 
 
 @contextmanager
-def _gathered(group: object, options: Options) -> Iterator[Peers | None]:
-    """The ranks that load together; None where there is one. They are told if what follows fails."""
+def _gathered(group: object, options: Options, phases: int) -> Iterator[Sequence[Peers | None]]:
+    """The ranks that load together, for each phase; None where there is one. They are told if what follows fails."""
     if group is None or group is False:
-        yield None
+        yield [None] * phases
         return
     from headrace._peers import Peers
 
-    peers = Peers(group, options.peer_timeout_s)
-    if peers.size == 1:
-        yield None
+    peers = [Peers(group, options.peer_timeout_s) for _ in range(phases)]
+    if peers[0].size == 1:
+        yield [None] * phases
         return
     try:
         yield peers
     except BaseException as exc:
-        peers.give_up(exc)
+        for each in peers:  # in the order in which the others come to them
+            each.give_up(exc)
         raise
 
 

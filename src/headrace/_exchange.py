@@ -152,6 +152,10 @@ class GroupLanding:
         self._inner.start()
         self._exchange.begin()
 
+    def stand_by(self) -> None:
+        """Give signs of life from here on, though it may take a while until anything is read."""
+        self._exchange.begin()
+
     def filling(self) -> Filling:
         return _GroupFilling(self._inner, self._exchange, self._sources)
 

@@ -28,10 +28,10 @@ WELL, STOPPED, FAILED = 0, 1, 2
 SLOTS: Final = 3  # one being filled, one being emptied, one for whoever is late
 
 _NAME: Final = "headrace-ring"
-_TOKEN_NBYTES: Final = 64
-_HEAD_NBYTES: Final = 4096
-_TEXT_AT, _TEXT_NBYTES = 512, 1024
-_NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
+TOKEN_NBYTES: Final = 64
+HEAD_NBYTES: Final = 4096
+TEXT_AT, TEXT_NBYTES = 512, 1024
+NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
 _SYSCALL: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}  # futex
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -59,11 +59,11 @@ def check_left(leaving: Leaving, rank: int) -> None:
         raise PeerError(why, rank=leaving.blamed)
 
 
-class _Head(ctypes.Structure):
+class Head(ctypes.Structure):
     """What a rank says of itself. All counts are of rounds or turns, from 0 on."""
 
     _fields_ = (
-        ("token", ctypes.c_char * _TOKEN_NBYTES),
+        ("token", ctypes.c_char * TOKEN_NBYTES),
         ("bell", ctypes.c_uint32),  # changes with everything else
         ("filled", ctypes.c_uint32),  # turns whose slots have been filled
         ("done", ctypes.c_uint32),  # the first round of which it may still need a slot
@@ -83,16 +83,16 @@ class _Ring:
     """One rank's memory, as it is mapped here."""
 
     def __init__(self, memory: mmap.mmap, slot_nbytes: int) -> None:
-        self.memory, self.head = memory, _Head.from_buffer(memory)
-        self.bell = ctypes.addressof(self.head) + _Head.bell.offset  # type: ignore[attr-defined]
+        self.memory, self.head = memory, Head.from_buffer(memory)
+        self.bell = ctypes.addressof(self.head) + Head.bell.offset  # type: ignore[attr-defined]
         self._slot_nbytes = slot_nbytes
 
     def slot(self, turn: int) -> memoryview:
-        at = _HEAD_NBYTES + turn % SLOTS * self._slot_nbytes
+        at = HEAD_NBYTES + turn % SLOTS * self._slot_nbytes
         return memoryview(self.memory)[at : at + self._slot_nbytes]
 
     def why(self) -> str:
-        text = self.memory[_TEXT_AT : _TEXT_AT + _TEXT_NBYTES]
+        text = self.memory[TEXT_AT : TEXT_AT + TEXT_NBYTES]
         return text.rstrip(b"\0").decode(errors="replace")
 
     def close(self) -> None:
@@ -142,11 +142,11 @@ class NodeMemory:
     def leave(self, leaving: Leaving) -> None:
         """Tell the others that this rank takes no part any more, and end its own waiting."""
         self._left = True
-        text = leaving.why.encode()[:_TEXT_NBYTES]
+        text = leaving.why.encode()[:TEXT_NBYTES]
         with self._lock:
             if not self._rings:
                 return
-            self._own.memory[_TEXT_AT : _TEXT_AT + len(text)] = text
+            self._own.memory[TEXT_AT : TEXT_AT + len(text)] = text
         self._say(blamed=leaving.blamed, status=leaving.status)
 
     def beat(self) -> None:
@@ -173,33 +173,38 @@ class NodeMemory:
             for name, value in words.items():
                 setattr(self._own.head, name, value)
             self._own.head.bell = (self._own.head.bell + 1) % (1 << 32)
-            _wake(self._own.bell)
+            wake(self._own.bell)
 
-    def _wait(self, ring: _Ring, is_so: Callable[[_Head], bool]) -> bool:
+    def _wait(self, ring: _Ring, is_so: Callable[[Head], bool]) -> bool:
         """Until another rank's head says so. False when this rank leaves; PeerError when another one does."""
+        if is_so(ring.head) and not self._left:
+            return True
         beats, since = [other.head.beat for other in self._rings], time.monotonic()
         while True:
-            bell = ring.head.bell
+            bell, gone = ring.head.bell, self._ended()  # asked before they are asked what they said last
             if self._left:
                 return False
             if is_so(ring.head):
                 return True
-            self._check_others()
+            self._check_others(gone)
             if time.monotonic() - since > self._timeout_s:
                 self._check_beats(beats)
                 beats, since = [other.head.beat for other in self._rings], time.monotonic()
-            _sleep(ring.bell, bell, _NAP_S)
+            sleep(ring.bell, bell, NAP_S)
 
-    def _check_others(self) -> None:
-        for rank, other in enumerate(self._rings):
-            if rank != self._rank and other.head.status != WELL:
-                check_left(Leaving(other.head.status, other.head.blamed, other.why()), rank)
+    def _ended(self) -> list[int]:
+        """Ranks whose processes have ended."""
         ended = select.poll()  # one of its own: two threads must not use one at once
         for fd in self._processes:
             ended.register(fd, select.POLLIN)
-        for fd, _ in ended.poll(0):
-            rank = self._processes.index(fd)
-            raise PeerError(f"rank {rank} is gone: its process has ended", rank=rank)
+        return [self._processes.index(fd) for fd, _ in ended.poll(0)]
+
+    def _check_others(self, gone: Sequence[int]) -> None:
+        for rank, other in enumerate(self._rings):
+            if rank != self._rank and other.head.status != WELL:
+                check_left(Leaving(other.head.status, other.head.blamed, other.why()), rank)
+        if gone:
+            raise PeerError(f"rank {gone[0]} is gone: its process has ended", rank=gone[0])
 
     def _check_beats(self, before: Sequence[int]) -> None:
         for rank, (other, beat) in enumerate(zip(self._rings, before, strict=True)):
@@ -217,13 +222,13 @@ def share(rank: int, gather: Callable[[Any], list[Any]], slot_nbytes: int, timeo
         timeout_s: how long a rank may give no sign of life.
     """
     with ExitStack() as stack:
-        invitation, ring = _invite(slot_nbytes, stack)
-        invitations: list[_Invitation | None] = gather(invitation)
+        invitation, ring = invite(HEAD_NBYTES + SLOTS * slot_nbytes, stack)
+        invitations: list[Invitation | None] = gather(invitation)
         rings, processes = [], list[int]()
         if ring is not None:
             with suppress(OSError, ValueError):
-                rings = [ring if other == rank else _open(found, stack) for other, found in enumerate(invitations)]
-                processes = [_watch(found, stack) for found in invitations if found is not None]
+                rings = [ring if other == rank else open_ring(found, stack) for other, found in enumerate(invitations)]
+                processes = [watch(found, stack) for found in invitations if found is not None]
         # A second round: the descriptors stay open until all that were asked to come have come.
         if not all(gather(len(processes) == len(invitations))):
             return None
@@ -233,7 +238,7 @@ def share(rank: int, gather: Callable[[Any], list[Any]], slot_nbytes: int, timeo
         return NodeMemory(rank, rings, processes, slot_nbytes, timeout_s)
 
 
-class _Invitation(NamedTuple):
+class Invitation(NamedTuple):
     """Where another rank finds this one's ring."""
 
     pid: int
@@ -242,8 +247,9 @@ class _Invitation(NamedTuple):
     token: bytes
 
 
-def _invite(slot_nbytes: int, stack: ExitStack) -> tuple[_Invitation | None, mmap.mmap | None]:
-    nbytes, token = _HEAD_NBYTES + SLOTS * slot_nbytes, os.urandom(_TOKEN_NBYTES)
+def invite(nbytes: int, stack: ExitStack) -> tuple[Invitation | None, mmap.mmap | None]:
+    """Memory that other processes can open, and where they find it; None where there can be none. `stack` keeps both open."""
+    token = os.urandom(TOKEN_NBYTES)
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         stack.callback(os.close, fd)
@@ -251,11 +257,11 @@ def _invite(slot_nbytes: int, stack: ExitStack) -> tuple[_Invitation | None, mma
         ring = stack.enter_context(closing(mmap.mmap(fd, nbytes)))
     except (OSError, ValueError):
         return None, None
-    ring[:_TOKEN_NBYTES] = token
-    return _Invitation(os.getpid(), fd, nbytes, token), ring
+    ring[:TOKEN_NBYTES] = token
+    return Invitation(os.getpid(), fd, nbytes, token), ring
 
 
-def _open(invitation: _Invitation | None, stack: ExitStack) -> mmap.mmap:
+def open_ring(invitation: Invitation | None, stack: ExitStack) -> mmap.mmap:
     """Another rank's ring. Raises OSError or ValueError where there is none: on another node its pid means nothing."""
     if invitation is None:
         raise ValueError("it has none")
@@ -267,12 +273,12 @@ def _open(invitation: _Invitation | None, stack: ExitStack) -> mmap.mmap:
         ring = stack.enter_context(closing(mmap.mmap(fd, invitation.nbytes)))  # ValueError where it is shorter
     finally:
         os.close(fd)
-    if ring[:_TOKEN_NBYTES] != invitation.token:
+    if ring[:TOKEN_NBYTES] != invitation.token:
         raise ValueError("that is another ring")
     return ring
 
 
-def _watch(invitation: _Invitation, stack: ExitStack) -> int:
+def watch(invitation: Invitation, stack: ExitStack) -> int:
     """A descriptor that can be read when the process has ended, also while nobody has waited for it."""
     fd = os.pidfd_open(invitation.pid)
     stack.callback(os.close, fd)
@@ -299,7 +305,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _number = _SYSCALL.get(platform.machine())
 
 
-def _sleep(address: int, value: int, seconds: float) -> None:
+def sleep(address: int, value: int, seconds: float) -> None:
     """Until somebody wakes the word at this address, it is no longer `value`, or the time is over."""
     if _number is None:
         threading.Event().wait(min(seconds, 0.001))
@@ -310,6 +316,6 @@ def _sleep(address: int, value: int, seconds: float) -> None:
     )
 
 
-def _wake(address: int) -> None:
+def wake(address: int) -> None:
     if _number is not None:
         _libc.syscall(_number, ctypes.c_void_p(address), _FUTEX_WAKE, 1 << 30, ctypes.c_void_p(0), ctypes.c_void_p(0), 0)

@@ -54,7 +54,8 @@ class Options:
         concurrency: reads in flight at once, over all shards. Automatic: from the CPUs the cgroup grants and the kind of source.
         memory_limit: host bytes that may be read ahead of the caller, in bytes or as text ("256MiB"). -1: as much as is useful;
             0: the least that works, one span of tensors at a time. Tensors the caller keeps come on top, and a tensor larger than
-            the limit still loads. Automatic: an eighth of the memory available, between 64 MiB and 512 MiB.
+            the limit still loads. Automatic: an eighth of the memory available, between 64 MiB and 512 MiB. A mapping where a
+            load has several targets: see `memory_limits`, which it becomes.
         pin: page-lock staging memory: "off", "auto" (one warning where it fails) or "require" (raise where it fails).
             Automatic: on for GPU targets, off for host targets.
         direct_io: read local files past the page cache: "auto" (ranges that are not cached already), "on", "off".
@@ -71,6 +72,8 @@ class Options:
         local_ranks: processes of this node that load at the same time. `concurrency` and `memory_limit`, given or automatic, are
             totals of the node, and each process takes its part. Automatic: 1.
         network_chunk_nbytes: the length of one request to a store, in bytes or as text. Automatic: 8 MiB.
+        memory_limits: a `memory_limit` for each target of a load that has several: {"cpu": ..., "shared-cpu": ..., "cuda:1": ...,
+            "cuda": ... for all of them, "*": ... for all others}. Targets that it leaves out have the common one.
 
     Raises:
         OptionError: a value that cannot be used.
@@ -91,8 +94,13 @@ class Options:
     local_ranks: int | None = None
     network_chunk_nbytes: int | None = None
     peer_timeout_s: float | None = None
+    memory_limits: Mapping[str, int] | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        limit: object = self.memory_limit
+        if isinstance(limit, Mapping):
+            object.__setattr__(self, "memory_limits", limit)
+            object.__setattr__(self, "memory_limit", None)
         for field in fields(self):
             given = getattr(self, field.name)
             if given is not None:
@@ -129,9 +137,29 @@ class Options:
         """
         for name in overrides:
             _require_known(name)
-        if not overrides:
+        given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+        if not given:
             return self
-        return replace(self, **{name: value for name, value in overrides.items() if value is not None})
+        if "memory_limit" in given:  # one limit takes the place of several
+            given.setdefault("memory_limits", None)
+        return replace(self, **given)
+
+    def for_target(self, target: str) -> Options:
+        """These options for one target of a load: with its own memory limit, where there is one for each."""
+        if self.memory_limits is None:
+            return self
+        keys = (target, target.partition(":")[0], "*")
+        limit = next((self.memory_limits[key] for key in keys if key in self.memory_limits), self.memory_limit)
+        return replace(self, memory_limit=limit, memory_limits=None)
+
+    def check_targets(self, targets: Iterable[str]) -> None:
+        """Raise OptionError if there is a limit for a target that nothing goes to."""
+        known = list(targets)
+        kinds = ["*", *known, *(target.partition(":")[0] for target in known)]
+        unknown = next((key for key in self.memory_limits or () if key not in kinds), None)
+        if unknown is not None:
+            reason = f"nothing goes to {unknown!r}; this load's targets are {', '.join(known)}"
+            raise OptionError(f"memory_limit: {reason}", option="memory_limit")
 
 
 _NAMES = tuple(field.name for field in fields(Options))
@@ -188,6 +216,8 @@ def _from_text(name: str, text: str) -> object:
             raise OptionError(f"{name} is a number of seconds", option=name) from None
     if name == "pin":
         return {"0": "off", "1": "auto", "false": "off", "true": "auto"}.get(text.lower(), text.lower())
+    if name == "memory_limits":  # cpu=1GiB,shared-cpu=64GiB
+        return dict(pair.strip().partition("=")[::2] for pair in text.split(","))
     return text if name not in _CHOICES else text.lower()
 
 
@@ -200,6 +230,10 @@ def _checked(name: str, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise OptionError(f"{name} is a number of seconds above 0, not {value!r}", option=name)
         return float(value)
+    if name == "memory_limits":
+        if not isinstance(value, Mapping):
+            raise OptionError(f"memory_limits is a mapping from targets to limits, not {value!r}", option=name)
+        return {str(target): _checked_integer("memory_limit", limit) for target, limit in value.items()}
     return _checked_integer(name, value)
 
 

@@ -37,6 +37,7 @@ class Snapshot:
         kept_nbytes: memory of tensors that the caller still held when the load had to go on without it.
         rank, ranks: this rank, and how many load together; `read_nbytes` counts what this one read.
         from_peers_nbytes, to_peers_nbytes: bytes that came from other ranks, and bytes that went to them.
+        exchange: how the ranks of a group exchange what they read, and why so, in words; else empty. `partition`: who reads what.
         concurrency, memory_limit: what was chosen, where the caller left it open.
         node_share: where processes of a node share budgets, which part of which these two are, in words; else empty.
         requests: GETs sent for the shards, their opening included; 0 for what is no network.
@@ -69,6 +70,8 @@ class Snapshot:
     ranks: int = 1
     from_peers_nbytes: int = 0
     to_peers_nbytes: int = 0
+    exchange: str = ""
+    partition: str = ""
     concurrency: int = 0
     memory_limit: int = 0
     routes: tuple[tuple[str, str, str], ...] = ()
@@ -136,6 +139,8 @@ class Progress:
     ranks: int = 1
     from_peers_nbytes: int = 0
     to_peers_nbytes: int = 0
+    exchange: str = ""
+    partition: str = ""
     device: str = "cpu"
     staging_nbytes: int = 0
     pinned: bool | None = None

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from headrace._landing import HostLanding
     from headrace._peers import Peers
     from headrace._pipeline import DeviceLanding
+    from headrace._tables import SharedReading, Tables
     from headrace._trace import Tracer
     from headrace.devices.base import Destination, Device, HostTarget
 
@@ -46,11 +47,16 @@ Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
 log = logging.getLogger("headrace")
 
+SHARED = "shared-cpu"
 _UNUSED = SourceAbilities("memory")  # nothing is read from the shard
 
 
 class Request:
-    """What a caller asked for, against an open checkpoint."""
+    """What a caller asked for, against an open checkpoint.
+
+    Attributes:
+        tables: the tensors in shared memory, where that is where they go and an engine was made; else None.
+    """
 
     def __init__(
         self,
@@ -61,8 +67,11 @@ class Request:
         options: Options,
         device: object = "cpu",
     ) -> None:
-        self.checkpoint, self.rule, self.options, self.device = checkpoint, rule, options, device
-        self.device_name = name_of_device(device)
+        name = name_of_device(device)
+        self.is_shared, self.device_name = name == SHARED, "cpu" if name == SHARED else name
+        self.checkpoint, self.rule, self.device = checkpoint, rule, device
+        self.options = options = options.for_target(name)
+        self.tables: Tables | None = None
         self.slices = dict(slices or {})
         for name in self.slices:
             checkpoint[name]  # raises for a name that does not exist
@@ -72,7 +81,8 @@ class Request:
         self.in_place_shards: frozenset[int] = frozenset()
         if options.mmap == "require" and self.device_name != "cpu":
             raise OptionError(f"mmap='require' hands out host memory, and this load goes to {self.device_name}", option="mmap")
-        self.mappings = self._map_files() if options.mmap in ("auto", "require") and self.device_name == "cpu" else {}
+        maps = options.mmap in ("auto", "require") and self.device_name == "cpu" and not self.is_shared
+        self.mappings = self._map_files() if maps else {}
 
     def plan(self, *, given: Mapping[str, str] | None = None, uncast: Collection[str] = ()) -> Plan:
         """The plan.
@@ -105,7 +115,7 @@ class Request:
                 casts[shard].pop(row, None)
                 if dtype != headers[shard].dtypes[row]:
                     casts[shard][row] = dtype
-            return make_plan(
+            plan = make_plan(
                 headers,
                 self.chosen,
                 abilities,
@@ -116,6 +126,7 @@ class Request:
                 left_alone=left_alone,
                 device=self.device_name,
             )
+            return replace(plan, device=SHARED) if self.is_shared else plan
 
     def _map_files(self) -> dict[int, memoryview]:
         """{shard: mapping} of what can be mapped; the rest is read, and `unmapped` says why."""
@@ -145,7 +156,7 @@ class Request:
         opened_here: bool,
         peers: Peers | None = None,
         tracer: Tracer | None = None,
-    ) -> Engine:
+    ) -> Engine | SharedReading:
         """The engine for this request, ready to run.
 
         Args:
@@ -156,6 +167,8 @@ class Request:
         """
         from headrace._engine import Engine, Job  # imports torch
 
+        if self.is_shared:
+            return self._shared_engine(into, rename, order, progress, on_stop, opened_here, peers, tracer)
         if ownership != "leased" and self.mappings:
             raise OptionError(
                 f"mmap hands out views of the file, which cannot be {ownership}; leave one of the two out", option="mmap"
@@ -190,6 +203,58 @@ class Request:
         if shared is not None:
             shared.report_to(engine if tracer is None else tracer.report(engine))
         return engine
+
+    def _shared_engine(
+        self,
+        into: Into | None,
+        rename: Rename | None,
+        order: Order,
+        progress: Callable[[Snapshot], None] | None,
+        on_stop: Callable[[], None],
+        opened_here: bool,
+        peers: Peers | None,
+        tracer: Tracer | None,
+    ) -> Engine | SharedReading:
+        """For memory that the ranks of the node have in common: one of them runs an engine, the others wait for what it reads."""
+        from headrace._engine import Engine, Job
+        from headrace._tables import SharedLanding, SharedReading, join_tables
+        from headrace.devices.cpu import CpuTarget
+
+        self._check_shareable(into)
+        if peers is not None:  # one rank reads for its node, with all that the node may have under way
+            self.options = self.options.merged({"local_ranks": 1})
+        plan, sources = self.plan(), self.checkpoint.sources
+        degraded = [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
+        counters = _new_progress(plan, degraded, sources)
+        counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
+        self.tables = join_tables(plan, CpuTarget(), peers, counters)
+        if not self.tables.pages.fills:
+            counters.total_nbytes = 0
+            return SharedReading(self.tables, counters, _renaming(rename), progress, on_stop)
+        _withhold_last(plan, sources)
+        landing = SharedLanding(self.tables, sources if tracer is None else tracer.sources(sources), counters)
+        job = Job(
+            plan=plan,
+            sources=sources,
+            landing=landing if tracer is None else tracer.landing(landing),
+            order=order,
+            rename=_renaming(rename),
+            on_progress=progress,
+            on_stop=on_stop,
+            demands_direct=self.options.direct_io == "on",
+            tracer=tracer,
+        )
+        return Engine(job, counters)
+
+    def _check_shareable(self, into: Into | None) -> None:
+        """Slices differ from rank to rank, and tensors that are given lie elsewhere."""
+        for header, rows in zip(self.checkpoint.headers, self.chosen, strict=True):
+            for row in range(len(header.names)) if rows is None else rows:
+                name = header.names[row]
+                if name in self.slices:
+                    raise OptionError(f"{name!r} goes to shared memory as a whole; leave it out of slices", option="slices")
+                if into is not None and (into(info_at(header, row)) if callable(into) else into.get(name)) is not None:
+                    raise OptionError(f"{name!r} goes to shared memory, so it cannot fill a tensor of yours", option="into")
 
     def _open_device(self) -> HostTarget | Device:
         from headrace.devices.cpu import CpuTarget  # these import torch
@@ -320,10 +385,11 @@ def name_of_device(device: object) -> str:
     if is_device(device):
         return cast("Device", device).name
     name = str(device)
-    if name == "cpu" or re.fullmatch(r"cuda(:\d{1,3})?", name):
+    if name in ("cpu", SHARED) or re.fullmatch(r"cuda(:\d{1,3})?", name):
         return name
     raise OptionError(
-        f"device {name!r} is not supported; load to 'cpu' and move the tensors, or to 'cuda' or 'cuda:N'", option="device"
+        f"device {name!r} is not supported; load to 'cpu' and move the tensors, or to 'cuda', 'cuda:N' or 'shared-cpu'",
+        option="device",
     )
 
 
