@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -228,10 +230,10 @@ def test_ranges_cover_every_object_once_and_in_order(sizes: list[int], nbytes: i
 def _cases() -> list[Any]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        from harness import local_cases, object_cases
+        from harness import local_cases, object_cases, rank_cases
     finally:
         sys.path.remove(str(BENCHMARKS))
-    return [*local_cases.CASES, *object_cases.CASES]
+    return [*local_cases.CASES, *object_cases.CASES, *rank_cases.CASES]
 
 
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: case.name)
@@ -248,12 +250,13 @@ def test_case_names_what_there_is(case: Any) -> None:
         assert not goal.against or any(fnmatch(name, pattern) for name in names for pattern in goal.against)
 
 
-def test_smoke_runs_have_sets_of_their_own() -> None:
+@pytest.mark.parametrize("module", ["object_cases", "rank_cases"])
+def test_smoke_runs_have_sets_of_their_own(module: str) -> None:
     from harness.checkpoints import SETS
-    from harness.object_cases import CASES, QUICK_SETS
 
-    assert {case.checkpoint for case in CASES} == set(QUICK_SETS)
-    assert set(QUICK_SETS.values()) <= set(SETS)
+    cases = importlib.import_module(f"harness.{module}")
+    assert {case.checkpoint for case in cases.CASES} == set(cases.QUICK_SETS)
+    assert set(cases.QUICK_SETS.values()) <= set(SETS)
 
 
 def test_memory_goal_counts_from_the_limit_that_was_chosen() -> None:
@@ -265,6 +268,135 @@ def test_memory_goal_counts_from_the_limit_that_was_chosen() -> None:
     samples = [{"peak_nbytes": peak << 20, "stats": {"memory_limit": 256 << 20}} for peak in (300, 330, 310)]
     verdict = judge(goal, [Measured(Way("headrace", "", "headrace"), samples)])
     assert (verdict.value, verdict.holds) == (74, False)
+
+
+# ---- ranks
+
+
+def run_ranks(folder: Path, way: Any, *, server: str = "s3-counted", served: Path | None = None, ranks: int = 2) -> Any:
+    """One round of a way on a tiny checkpoint of four shards."""
+    from harness import checkpoints
+    from harness.cases import Case
+    from harness.runner import Runner
+    from harness.servers import Servers
+
+    checkpoints.ensure(folder, ["tiny-shards"])
+    servers = Servers(served or folder, BENCHMARKS.parent / "src", folder)
+    case = Case("case", "", "tiny-shards", "load", False, (way,), server=server, ranks=ranks)  # type: ignore[arg-type] # a name
+    files = {"tiny-shards": checkpoints.files_of(folder / "tiny-shards")}
+    runner = Runner(files, 1, servers.source, "left out", lambda _text: None, servers.serve, 0, servers.traffic)
+    (only,) = runner.run(case)
+    return only
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("together", "share"), [(True, 1), (False, 2)])
+def test_bytes_that_ranks_read_are_counted_by_them_and_by_the_server(tmp_path: Path, together: bool, share: int) -> None:
+    from harness.cases import Way
+
+    only = run_ranks(tmp_path, Way("headrace", "ours:ranks", "headrace", settings={"group": together}))
+    (sample,) = only.samples
+    traffic = sample["traffic"]
+    sent = traffic["data_nbytes"] + traffic["opening_nbytes"]
+    headers = 2 * 4 * (64 << 10)  # of each shard by each rank, tensors behind a header among them
+    assert sample["read_share"] == share
+    assert share * sample["model_nbytes"] - headers <= sent <= share * sample["model_nbytes"] + headers
+    assert sample["bytes"] == 2 * sample["model_nbytes"]
+    assert len(sample["peaks_nbytes"]) == sample["ranks"] == 2
+    assert bool(sample["rings_nbytes"]) is together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_of_ranks_are_compared_with_those_of_the_files(tmp_path: Path, dim: int) -> None:
+    from harness.cases import Way
+
+    only = run_ranks(tmp_path, Way("headrace", "ours:ranks", "headrace", settings={"rules": {"*.w": dim}}), server="")
+    (sample,) = only.samples
+    assert sample["model_nbytes"] < sample["bytes"] < 1.01 * sample["model_nbytes"]  # vectors are whole on both
+
+
+@pytest.mark.slow
+def test_ranks_with_wrong_bytes_get_no_figure(tmp_path: Path) -> None:
+    from harness import checkpoints
+    from harness.cases import Way
+
+    checkpoints.ensure(tmp_path / "served", ["tiny-shards"])
+    with open(checkpoints.files_of(tmp_path / "served" / "tiny-shards")[-1], "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    only = run_ranks(tmp_path, Way("headrace", "ours:ranks", "headrace"), served=tmp_path / "served", ranks=1)
+    assert (only.samples, only.skipped[: len("wrong bytes")]) == ([], "wrong bytes")
+
+
+def test_failed_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    from harness.failures import FailedError
+    from harness.node import run_together
+
+    waits = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid())); __import__('threading').Event().wait()"
+    programs = [waits, "raise SystemExit('no such file')"]
+    with pytest.raises(FailedError, match="rank 1: no such file"):
+        run_together([[sys.executable, "-c", program] for program in programs], tmp_path, tmp_path)
+    pid = (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""
+    assert not pid or not Path(f"/proc/{pid}").exists()
+
+
+def test_ranks_take_from_the_first_start_to_the_last_end() -> None:
+    from harness.node import summed
+    from harness.servers import Traffic
+
+    def sample(began_s: float, seconds: float, peak: int) -> dict[str, Any]:
+        stats = {"read_nbytes": 30, "total_nbytes": 30}
+        counts = {"cpu_s": 1.0, "busy_s": 4.0, "server_cpu_s": 0.5, "bytes": 50, "tensors": 3, "device_nbytes": 7}
+        return {**counts, "began_s": began_s, "seconds": seconds, "peak_nbytes": peak, "checksum": None, "stats": stats}
+
+    samples = [sample(10.0, 2.0, 60), sample(10.5, 4.5, 90)]
+    found = summed(samples, 100, Traffic(5, 80, 4))
+    assert (found["seconds"], found["cpu_s"], found["bytes"], found["peak_nbytes"]) == (5.0, 2.0, 100, 90)
+    assert (found["read_share"], found["storage_share"], found["slice_share"], found["over_slice_nbytes"]) == (0.6, 0.8, 0.85, 40)
+    assert found["others_cpus"] == (4.0 - 2.0 - 0.5) / 5.0
+    assert summed(samples, 100, None)["storage_share"] == 0.14
+
+
+@given(part_count=st.integers(1, 9), dim=st.integers(0, 1))
+def test_parts_of_a_checkpoint_sum_up_to_all_of_it(part_count: int, dim: int) -> None:
+    from harness import checkpoints
+
+    with TemporaryDirectory() as folder:
+        checkpoints._write_set(Path(folder) / "set", [[checkpoints.New("a.w", "F32", (14, 14))]])
+        files = checkpoints.files_of(Path(folder) / "set")
+        parts = [checkpoints.checksum(files, {"*": dim}, part, part_count) for part in range(part_count)]
+        (entry,) = checkpoints.read_entries(files[0])
+        values = torch.from_file(files[0], size=Path(files[0]).stat().st_size, dtype=torch.uint8)
+        tensor = values[entry.offset :].view(torch.float32).reshape(entry.shape)
+        chunks = tensor.chunk(part_count, dim)
+        assert parts == [f"{byte_sum_of(chunk) & 0xFFFFFFFFFFFFFFFF:016x}" for chunk in chunks] + [f"{0:016x}"] * (
+            part_count - len(chunks)
+        )
+
+
+def byte_sum_of(tensor: torch.Tensor) -> int:
+    from harness.child import byte_sum
+
+    return byte_sum(tensor)
+
+
+def test_way_that_is_not_measured_is_listed_with_its_reason(tmp_path: Path) -> None:
+    from harness.cases import Way
+
+    only = run_ranks(tmp_path, Way("headrace", "ours:ranks", "headrace", unmeasured="no such device"), server="")
+    assert (only.samples, only.skipped) == ([], "no such device")
+
+
+@pytest.mark.parametrize(("share", "holds"), [(1.0, True), (1.5, False)])
+def test_share_goals_take_the_worst_round(share: float, *, holds: bool) -> None:
+    from harness.cases import Goal, Way
+    from harness.report import judge
+    from harness.runner import Measured
+
+    samples = [{"read_share": value} for value in (1.0, share, 1.0)]
+    verdict = judge(Goal("read once", "read_share", at_most=1.001), [Measured(Way("headrace", "", "headrace"), samples)])
+    assert (verdict.value, verdict.holds) == (share, holds)
 
 
 def _data(**cases: tuple[int, tuple[str, ...]]) -> dict[str, Any]:

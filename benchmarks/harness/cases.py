@@ -7,8 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["headrace", "floor", "peer"]
-Metric = Literal["speed", "cpu", "overhead_us", "peak_mib", "over_limit_mib", "ideal"]
-Server = Literal["", "s3", "s3-tls", "gcs", "azure"]
+Metric = Literal[
+    "speed",
+    "cpu",
+    "overhead_us",
+    "peak_mib",
+    "over_limit_mib",
+    "ideal",
+    "memory",
+    "over_slice_mib",
+    "read_share",
+    "storage_share",
+    "slice_share",
+    "stated_share",
+]
+Server = Literal["", "s3", "s3-tls", "s3-counted", "gcs", "azure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +39,7 @@ class Way:
         pick: of all ways with the same pick, only the quickest is measured, under this name.
         here: runs in the project's own environment, not in the peers'.
         note: said under the table.
+        unmeasured: why it is listed, and not run.
     """
 
     name: str
@@ -37,6 +51,7 @@ class Way:
     pick: str | None = None
     here: bool = True
     note: str = ""
+    unmeasured: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,11 @@ class Goal:
             'overhead_us': microseconds per tensor that `way` takes longer than `against`. 'peak_mib': growth of peak RSS;
             'over_limit_mib': what of it lies over the memory limit that headrace chose.
             'ideal': the longer of reading and spinning, over what both took together.
+            Of ranks, in the worst round: 'memory': median peak RSS of `way` over that of `against`, of the rank that has most.
+            'over_slice_mib': peak RSS that lies over a rank's tensors and the rings it maps. 'read_share' and 'storage_share':
+            bytes read by headrace's own count, and by that of the server or the kernel, over those of the model's tensors.
+            'slice_share': bytes that the server sent, over those of the tensors handed out. 'stated_share': the same without
+            the opening of files, over what the plan said.
         way: whose figure.
         against: names or globs; the quickest of them counts.
         at_least, at_most: the bound.
@@ -69,6 +89,7 @@ class Case:
     Attributes:
         server: what the checkpoint is read from, "" being local files.
         connections: as many for each way, where there is a server.
+        ranks: processes that load at once; 0: one that is no rank.
     """
 
     name: str
@@ -80,3 +101,4 @@ class Case:
     goals: tuple[Goal, ...] = ()
     server: Server = ""
     connections: int = 0
+    ranks: int = 0

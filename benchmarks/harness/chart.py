@@ -16,10 +16,14 @@ _COLOURS = {"headrace": "#0072B2", "floor": "#BBBBBB", "peer": "#E69F00"}
 _LINE = "#444444"
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # a dashed line behind a figure must not strike it out
 _BAR_INCHES, _TITLE_INCHES, _WIDTH_INCHES = 0.27, 0.62, 10.5
+_SHARE_INCHES = 3.0
 
 
 class Bar(NamedTuple):
-    """One way that ran. GB/s, and CPU-s/GiB without a busy caller's own: the median, and the most or the least of all rounds."""
+    """One way that ran. GB/s, and CPU-s/GiB without a busy caller's own: the median, and the most or the least of all rounds.
+
+    `share` is of ranks: bytes that came from storage, over those of the model, the median and the most.
+    """
 
     name: str
     role: str
@@ -27,9 +31,13 @@ class Bar(NamedTuple):
     best_rate: float
     cpu: float
     least_cpu: float
+    share: float = 0.0
+    most_share: float = 0.0
 
 
-def draw(data: Mapping[str, Any], path: Path, title: str, *, cpu: bool = False, leave_out: str | None = None) -> list[Path]:
+def draw(
+    data: Mapping[str, Any], path: Path, title: str, *, cpu: bool = False, leave_out: str | None = None, share: bool = False
+) -> list[Path]:
     """Write the chart and return its path; nothing where no case has a speed to show.
 
     Args:
@@ -38,6 +46,7 @@ def draw(data: Mapping[str, Any], path: Path, title: str, *, cpu: bool = False, 
         title: what is shown.
         cpu: show the CPU time beside the speed.
         leave_out: how the names of cases begin that have no speed to show.
+        share: show beside them how often the model's bytes came from storage.
     """
     shown = [case for name, case in data["cases"].items() if leave_out is None or not name.startswith(leave_out)]
     panels = [(case["title"], bars) for case in shown if (bars := _bars(case))]
@@ -47,8 +56,8 @@ def draw(data: Mapping[str, Any], path: Path, title: str, *, cpu: bool = False, 
     heights = [len(bars) * _BAR_INCHES + _TITLE_INCHES for _, bars in panels]
     figure, axes = plt.subplots(
         len(panels),
-        2 if cpu else 1,
-        figsize=(_WIDTH_INCHES, sum(heights) + 0.9),
+        1 + cpu + share,
+        figsize=(_WIDTH_INCHES + share * _SHARE_INCHES, sum(heights) + 0.9),
         height_ratios=heights,
         squeeze=False,
         layout="constrained",
@@ -60,11 +69,11 @@ def draw(data: Mapping[str, Any], path: Path, title: str, *, cpu: bool = False, 
         if cpu:
             _draw_panel(row[1], [bar.cpu for bar in bars], [bar.least_cpu for bar in bars], bars)
             row[1].set_yticks([])
-    axes[-1, 0].set_xlabel("GB/s, median (whisker: quickest round); dashed: the floor", fontsize=9)
-    if cpu:
-        axes[-1, 1].set_xlabel(
-            "CPU-s/GiB of the client, median (whisker: least);\na busy caller's spinning is left out", fontsize=9
-        )
+        if share:
+            _draw_panel(row[-1], [bar.share for bar in bars], [bar.most_share for bar in bars], bars)
+            row[-1].set_yticks([])
+    for axis, text in zip(axes[-1], _labels(cpu=cpu, share=share), strict=True):
+        axis.set_xlabel(text, fontsize=9)
     figure.suptitle(f"{title}\n{data['machine']['summary']}", fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -90,7 +99,21 @@ def bar_of(name: str, way: Mapping[str, Any]) -> Bar | None:
     cpu = [max(0.0, sample["cpu_s"] - sample.get("spin_s", 0.0)) / (sample["bytes"] / GIB) for sample in samples]
     rate = samples[0]["bytes"] / 1e9
     label = f"{name}: {way['settings']}" if way["settings"] else name
-    return Bar(label, way["way"]["role"], rate / median(seconds), rate / min(seconds), median(cpu), min(cpu))
+    shares = [sample.get("storage_share", 0.0) for sample in samples]
+    return Bar(
+        label, way["way"]["role"], rate / median(seconds), rate / min(seconds), median(cpu), min(cpu), median(shares), max(shares)
+    )
+
+
+def _labels(*, cpu: bool, share: bool) -> list[str]:
+    """Under the columns. Only ranks have shares, and no floor and no busy caller."""
+    if share:
+        rate, cost = "GB/s handed out, median (whisker: quickest round)", "CPU-s per GiB handed out,\nmedian (whisker: least)"
+    else:
+        rate = "GB/s, median (whisker: quickest round); dashed: the floor"
+        cost = "CPU-s/GiB of the client, median (whisker: least);\na busy caller's spinning is left out"
+    read = "bytes from the disk or the server ÷ the model's,\nmedian (whisker: most)"
+    return [rate, *([cost] if cpu else []), *([read] if share else [])]
 
 
 def _bars(case: Mapping[str, Any]) -> list[Bar]:
@@ -113,7 +136,7 @@ def _draw_panel(axis: Any, values: Sequence[float], extremes: Sequence[float], b
     if floor is not None:
         axis.axvline(floor, color=_LINE, linestyle="--", linewidth=1)
     axis.set_ylim(len(bars) - 0.45, -0.55)
-    axis.set_xlim(0, longest * 1.12)
+    axis.set_xlim(0, longest * 1.12 or 1.0)
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 

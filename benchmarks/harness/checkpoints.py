@@ -13,8 +13,9 @@ import json
 import os
 import random
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
@@ -159,8 +160,13 @@ def read_entries(file: str) -> list[Entry]:
     return sorted(sized, key=lambda entry: entry.offset)
 
 
-def checksum(files: Iterable[str]) -> str:
-    """What `child.byte_sum` makes of all tensors, from the files themselves."""
+def checksum(files: Iterable[str], cut: Mapping[str, int] | None = None, part: int = 0, of: int = 1) -> str:
+    """What `child.byte_sum` makes of all tensors, from the files themselves.
+
+    Args:
+        cut: {glob of names: dimension} of tensors that are cut as torch.chunk does it; the first that fits counts.
+        part: which part of them. `of`: of how many.
+    """
     import numpy as np
 
     total = 0
@@ -168,6 +174,11 @@ def checksum(files: Iterable[str]) -> str:
         data = np.memmap(file, np.uint8, mode="r")
         for entry in read_entries(file):
             piece = data[entry.offset : entry.offset + entry.nbytes]
+            dim = next((dim for glob, dim in (cut or {}).items() if fnmatchcase(entry.name, glob)), None)
+            if dim is not None:
+                step = -(-entry.shape[dim] // of)
+                chosen = (slice(None),) * dim + (slice(part * step, (part + 1) * step),)
+                piece = np.ascontiguousarray(piece.reshape(*entry.shape, WIDTHS[entry.dtype])[chosen]).reshape(-1)
             words = len(piece) // 8 * 8
             total += int(piece[:words].view("<u8").sum(dtype=np.uint64)) + int(piece[words:].sum(dtype=np.uint64))
     return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"

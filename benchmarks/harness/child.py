@@ -5,6 +5,8 @@ as the load may need: a virtual machine hands free memory back to its host, and 
 page faults themselves do (376 MiB: 0.92 s, then 0.04 s; 2026-11-29), by chance to one way and not to another. Reported are wall
 and CPU seconds (all threads of the process), the growth of peak RSS over what the process had just before the clock started, and
 what the CPUs did for others meanwhile.
+
+A rank is such a process as well: it meets the others over Gloo before the clock starts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ class Job:
         verify: sum the bytes of every tensor; costs time.
         memory_nbytes: how much memory to touch and free beforehand.
         settings: of the way.
+        rank, ranks: which of how many processes that load at once.
+        meeting: file over which ranks find each other; empty: this is none.
     """
 
     way: str
@@ -50,6 +54,9 @@ class Job:
     verify: bool = False
     memory_nbytes: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    ranks: int = 1
+    meeting: str = ""
     tensors: int = 0
     checksum: int = 0
 
@@ -120,28 +127,35 @@ def byte_sum(tensor: Any) -> int:
     return total + int(flat[words:].sum(dtype=torch.int64))
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Prepare, then time one load."""
+def measure(job: Job, meet: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Prepare, then time one load. `meet` waits for other ranks."""
     module, function = job.way.split(":")
     run = getattr(importlib.import_module(f"harness.{module}"), function)(job)
-    if job.cold:
-        pagecache.evict(job.files)
     memory.claim_from_host(job.memory_nbytes)
+    meet()
+    if job.cold and not job.rank:
+        pagecache.evict(job.files)
+    meet()
     resident = pagecache.resident_share(job.files)
     gc.collect()
     base_nbytes = _reset_peak()
     pids = job.target.pids if job.target is not None else ()
-    served, busy, cpu, wall = used_s(pids), busy_s(), time.process_time(), time.perf_counter()
+    device_nbytes = device_read_nbytes()
+    served, busy, cpu, began = used_s(pids), busy_s(), time.process_time(), time.perf_counter()
     extra, kept = _outcome(run())
-    wall, cpu, busy, served = time.perf_counter() - wall, time.process_time() - cpu, busy_s() - busy, used_s(pids) - served
-    peak_nbytes = _peak()
+    wall, cpu, busy, served = time.perf_counter() - began, time.process_time() - cpu, busy_s() - busy, used_s(pids) - served
+    peak_nbytes, device_nbytes = _peak(), device_read_nbytes() - device_nbytes
+    meet()
     del kept
     return {
+        "began_s": began,
         "seconds": wall,
         "cpu_s": cpu,
         "server_cpu_s": served if pids else None,
+        "busy_s": busy,
         "others_cpus": max(0.0, busy - cpu - served) / wall if wall else 0.0,
         "peak_nbytes": max(0, peak_nbytes - base_nbytes),
+        "device_nbytes": device_nbytes,
         "bytes": sum(map(os.path.getsize, job.files)),
         "tensors": job.tensors,
         "resident": resident,
@@ -196,15 +210,34 @@ def used_s(pids: Iterable[int]) -> float:
     return total * _TICK_S
 
 
+def device_read_nbytes() -> int:
+    """Bytes that storage was asked for on behalf of this process so far; 0 where the kernel does not count."""
+    try:
+        with open("/proc/self/io") as file:
+            counts = dict(line.split(": ") for line in file.read().splitlines())
+    except OSError:
+        return 0
+    return int(counts["read_bytes"])
+
+
+def _join(job: Job) -> Callable[[], None]:
+    """Form the default group with the other ranks; returns what waits for all of them."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=Path(job.meeting).as_uri(), rank=job.rank, world_size=job.ranks)
+    return dist.barrier
+
+
 def main() -> None:
     """Measure the job on the command line."""
     fields = json.loads(sys.argv[1])
     if (target := fields.get("target")) is not None:
         fields["target"] = Target(**target)
     job = Job(**fields)
-    print(json.dumps(measure(job)), flush=True)
-    if job.target is not None:
-        os._exit(0)  # native clients of stores hang or crash now and then when the interpreter shuts down
+    sample = measure(job, _join(job)) if job.meeting else measure(job)
+    print(json.dumps(sample), flush=True)
+    if job.target is not None or job.meeting:
+        os._exit(0)  # native clients of stores, and groups, hang or crash now and then when the interpreter shuts down
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Benchmark:
         with TemporaryDirectory() as source:
             shutil.copytree(_ROOT / "src", source, dirs_exist_ok=True)
             servers = Servers(arguments.data, Path(source), _CACHE / "azurite")
-            runner = Runner(files, arguments.rounds, Path(source), peers, _say, servers.serve, arguments.retakes)
+            runner = Runner(files, arguments.rounds, Path(source), peers, _say, servers.serve, arguments.retakes, servers.traffic)
             for case in cases:
                 run.add(case, runner.run(case))
                 run.save(arguments.out)

@@ -31,6 +31,13 @@ def populate(memory: memoryview) -> None:
         memory[:] = bytes(memory.nbytes)  # before Linux 5.14
 
 
+def shared_nbytes(name: str) -> int:
+    """Size of what this process maps of memfds of a name."""
+    with open("/proc/self/maps") as file:
+        ranges = [line.split(None, 1)[0].split("-") for line in file if f"/memfd:{name}" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
 def claim_from_host(nbytes: int) -> None:
     """Touch memory and free it again, so that a hypervisor has given it by the time it is needed."""
     step = 64 << 20

@@ -44,6 +44,40 @@ def run(job: Job) -> Callable[[], Any]:
     return go
 
 
+def ranks(job: Job) -> Callable[[], Any]:
+    """One of several ranks: `stream` of the whole checkpoint, or of the slices that `tensor_parallel` gives.
+
+    Settings: `group`, whether they load together; `arguments` for headrace; `rules` of `tensor_parallel`, "usual" being its own;
+    `part` and `of`, which part of how many, this rank's among all where not given.
+    """
+    arguments: dict[str, Any] = {**_arguments(job), "group": True} if job.settings.get("group") else _arguments(job)
+    rules = job.settings.get("rules")
+    part, of = job.settings.get("part", job.rank), job.settings.get("of", job.ranks)
+    rings: int | None = None
+    _import_engine(job)
+    importlib.import_module("headrace._exchange")  # put off until there is a group
+
+    def with_rings(pairs: Iterable[Any]) -> Iterable[Any]:
+        nonlocal rings
+        for pair in pairs:
+            if rings is None:
+                rings = memory.shared_nbytes("headrace-ring")
+            yield pair
+
+    def go() -> Any:
+        with headrace.open(_place(job)) as checkpoint:
+            if rules is not None:
+                usual = (rules,) if rules != "usual" else ()
+                arguments["slices"] = headrace.tensor_parallel(checkpoint, part, of, *usual)
+            with headrace.stream(checkpoint, **arguments) as tensors:
+                pairs = with_rings(tensors) if job.settings.get("group") else tensors
+                kept = job.keep(dict(pairs)) if job.kind == "load" else job.take(pairs)
+        stats = tensors.stats.as_dict()
+        return {"stats": stats, "bytes": stats["tensor_nbytes"], "rings_nbytes": rings or 0}, kept
+
+    return go
+
+
 def pull(job: Job) -> Callable[[], Any]:
     """`pull` of the whole bucket. Setting `folder`."""
     arguments = _arguments(job)

@@ -57,6 +57,20 @@ def runai(job: Job) -> Callable[[], Any]:
     return _consume(job, pairs)
 
 
+def runai_distributed(job: Job) -> Callable[[], Any]:
+    """Run:ai's streamer, its ranks reading shares and broadcasting them. Its variable RUNAI_STREAMER_DIST has to ask for Gloo."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    def pairs() -> Pairs:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_files(job.locations, device="cpu", is_distributed=True, owned=job.settings["owned"])
+            if not streamer.file_streamer.is_distributed:
+                raise RuntimeError("each rank reads for itself: it is not distributed")
+            yield from streamer.get_tensors()
+
+    return _consume(job, pairs)
+
+
 def fastsafetensors(job: Job) -> Callable[[], Any]:
     """Whole shards into host memory, 16 threads."""
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup

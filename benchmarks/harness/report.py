@@ -20,6 +20,7 @@ from harness.cases import Case, Goal
 from harness.runner import Measured, as_data
 
 GIB, MIB = 1 << 30, 1 << 20
+_SHARES = frozenset({"read_share", "storage_share", "slice_share", "stated_share"})
 _PACKAGES = ("headrace", "torch", "numpy", "safetensors", "orjson")
 
 
@@ -58,6 +59,10 @@ def _value(goal: Goal, ours: Measured, other: Measured | None) -> float:
         return max(sample["peak_nbytes"] for sample in ours.samples) / MIB
     if goal.metric == "over_limit_mib":
         return max(sample["peak_nbytes"] - sample["stats"]["memory_limit"] for sample in ours.samples) / MIB
+    if goal.metric == "over_slice_mib":
+        return max(sample["over_slice_nbytes"] for sample in ours.samples) / MIB
+    if goal.metric in _SHARES:
+        return max(float(sample[goal.metric]) for sample in ours.samples)
     if goal.metric == "ideal":
         return sorted(sample["ideal_s"] / sample["seconds"] for sample in ours.samples)[len(ours.samples) // 2]
     assert other is not None, "the other metrics compare"
@@ -65,6 +70,8 @@ def _value(goal: Goal, ours: Measured, other: Measured | None) -> float:
         return other.median("seconds") / ours.median("seconds")
     if goal.metric == "cpu":
         return ours.median("cpu_s") / other.median("cpu_s")
+    if goal.metric == "memory":
+        return ours.median("peak_nbytes") / other.median("peak_nbytes")
     return (ours.median("seconds") - other.median("seconds")) / ours.samples[0]["tensors"] * 1e6
 
 
@@ -87,7 +94,7 @@ class Run:
         """The table of one case, its goals under it."""
         console = Console(width=150, highlight=False)
         _, measured, verdicts = self.cases[case.name]
-        console.print(_table(case, measured))
+        console.print(_ranks_table(case, measured) if case.ranks else _table(case, measured))
         for verdict in verdicts:
             style = {True: "green", False: "bold red", None: "dim"}[verdict.holds]
             console.print(f"  {verdict.text}", style=style)
@@ -117,6 +124,7 @@ class Run:
                     "cold": case.cold,
                     "server": case.server,
                     "connections": case.connections,
+                    "ranks": case.ranks,
                     "ways": {one.way.name: as_data(one) for one in measured},
                     "goals": [{**asdict(verdict), "text": verdict.text} for verdict in verdicts],
                 }
@@ -136,12 +144,9 @@ class Run:
 
 
 def _table(case: Case, measured: Sequence[Measured]) -> Table:
-    table = Table(title=f"{case.name}: {case.title}", title_justify="left", title_style="bold")
-    table.add_column("way")
     shown = [one for one in measured if one.samples and not one.skipped]
     columns = ["median s", "best s", "GB/s", "CPU-s/GiB", "peak MiB", "× floor", "× headrace", "others' CPUs"]
-    for title in [*columns, *(["server CPU-s/GiB"] if case.server else [])]:
-        table.add_column(title, justify="right")
+    table = _titled(case, [*columns, *(["server CPU-s/GiB"] if case.server else [])])
     floors = [one.median("seconds") for one in shown if one.way.role == "floor"]
     ours = next((one.median("seconds") for one in shown if one.way.name == "headrace"), None)
     for one in shown:
@@ -160,6 +165,43 @@ def _table(case: Case, measured: Sequence[Measured]) -> Table:
             *([f"{one.median('server_cpu_s') / (nbytes / GIB):.3f}"] if case.server else []),
             style={"headrace": "bold", "floor": "cyan"}.get(one.way.role, ""),
         )
+    return table
+
+
+def _ranks_table(case: Case, measured: Sequence[Measured]) -> Table:
+    """Rates, CPU time and bytes are of all ranks together, per byte that was handed out; memory is that of the rank with most."""
+    over = case.kind == "load"
+    titles = ["median s", "GB/s a rank", "GB/s in all", "CPU-s /GiB", "peak MiB", *(["over tensors"] if over else [])]
+    more = ["read ÷ model", f"{'server' if case.server else 'disk'} ÷ model", "× headrace", "others' CPUs"]
+    table = _titled(case, [*titles, *more, *(["opened MiB", "server CPU-s"] if case.server else [])])
+    shown = [one for one in measured if one.samples and not one.skipped]
+    ours = next((one.median("seconds") for one in shown if one.way.name == "headrace"), None)
+    for one in shown:
+        seconds, first = one.median("seconds"), one.samples[0]
+        rate = first["bytes"] / seconds / 1e9
+        table.add_row(
+            one.way.name,
+            f"{seconds:.3f}",
+            f"{rate / first['ranks']:.2f}",
+            f"{rate:.2f}",
+            f"{one.median('cpu_s') / (first['bytes'] / GIB):.3f}",
+            f"{one.median('peak_nbytes') / MIB:.0f}",
+            *([f"{one.median('over_slice_nbytes') / MIB:.0f}"] if over else []),
+            "" if first["read_share"] is None else f"{one.median('read_share'):.3f}",
+            f"{one.median('storage_share'):.3f}",
+            f"{ours / seconds:.2f}" if ours else "",
+            f"{one.median('others_cpus'):.2f}",
+            *([f"{first['traffic']['opening_nbytes'] / MIB:.2f}", f"{one.median('server_cpu_s'):.2f}"] if case.server else []),
+            style={"headrace": "bold", "floor": "cyan"}.get(one.way.role, ""),
+        )
+    return table
+
+
+def _titled(case: Case, columns: Sequence[str]) -> Table:
+    table = Table(title=f"{case.name}: {case.title}", title_justify="left", title_style="bold")
+    table.add_column("way", no_wrap=True)
+    for title in columns:
+        table.add_column(title, justify="right")
     return table
 
 

@@ -4,7 +4,8 @@ Ways that share a `pick` are tried once each in the same run before the rounds b
 A way that cannot run is left out, with its reason. Before the rounds headrace loads once uncounted, which tells how many reads it
 keeps in flight: the floors use as many. Where there is a server, each way loads once uncounted and its bytes are summed: one
 that does not come to the sum of the files is left out. On a machine that others use, a measurement waits for a quiet moment and
-is taken again where others were busy meanwhile; what was busy decides, never the figure.
+is taken again where others were busy meanwhile; what was busy decides, never the figure. Ranks load once uncounted as well, and
+each rank's bytes are summed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness import checkpoints, pagecache
+from harness import checkpoints, node, pagecache
 from harness.cases import Case, Way
 from harness.child import busy_s
 from harness.failures import FailedError
+from harness.servers import Traffic
 from harness.targets import FOREIGN, Target
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +71,7 @@ class Runner:
         peers: the interpreter of the peers, or why there is none.
         say: told what goes on.
         serve: starts the server of a case.
+        traffic: what a server that counts has sent since this was called last.
     """
 
     files: Mapping[str, Sequence[str]]
@@ -78,6 +81,7 @@ class Runner:
     say: Say
     serve: Callable[[Case], AbstractContextManager[Target | None]]
     retakes: int = 1
+    traffic: Callable[[], Traffic | None] = lambda: None
     picks: dict[tuple[str, str, bool], Way] = field(default_factory=dict)
 
     def run(self, case: Case) -> list[Measured]:
@@ -92,11 +96,11 @@ class Runner:
 
     def _run(self, case: Case, target: Target | None) -> list[Measured]:
         known: dict[str, Any] = {"target": target}
-        if target is None:
+        if target is None and not case.ranks:
             rehearsal = self._measure(case, replace(case.ways[0], settings=_idle(case), kind="stream"), known)
             known |= {"threads": rehearsal["threads"], "idle_s": rehearsal["seconds"]}
         measured = [*self._plain(case), *self._picked(case, known)]
-        if target is not None:
+        if target is not None or case.ranks:
             self._check(case, measured, known)
         for turn in range(self.rounds):
             for k in range(len(measured)):
@@ -109,9 +113,11 @@ class Runner:
 
     def _check(self, case: Case, measured: Iterable[Measured], known: dict[str, Any]) -> None:
         """One uncounted load of each way, with its bytes summed."""
-        expected = checkpoints.checksum(self.files[case.checkpoint])
         for one in measured:
+            if one.skipped:
+                continue
             try:
+                expected = self._expected(case, one.way)
                 sample = self._measure(case, one.way, known, verify=True)
                 if sample["checksum"] != expected:
                     raise FailedError(f"wrong bytes: they sum up to {sample['checksum']}, those of the files to {expected}")
@@ -119,8 +125,23 @@ class Runner:
                 one.skipped = str(exc)
                 self.say(f"{case.name}: {one.way.name} skipped: {exc}")
 
+    def _expected(self, case: Case, way: Way) -> str | list[str]:
+        """What the bytes sum up to; of ranks, each one's."""
+        files = self.files[case.checkpoint]
+        if not case.ranks:
+            return checkpoints.checksum(files)
+        of, first = way.settings.get("of", case.ranks), way.settings.get("part", 0)
+        cut = node.cut_of(way)
+        if not cut:
+            return [checkpoints.checksum(files)] * case.ranks
+        return [checkpoints.checksum(files, cut, first + rank, of) for rank in range(case.ranks)]
+
     def _plain(self, case: Case) -> list[Measured]:
-        return [Measured(way) for way in case.ways if way.pick is None and (way.here or not isinstance(self.peers, str))]
+        return [
+            Measured(way, skipped=way.unmeasured)
+            for way in case.ways
+            if way.pick is None and (way.here or not isinstance(self.peers, str))
+        ]
 
     def _picked(self, case: Case, known: dict[str, Any]) -> Iterable[Measured]:
         if isinstance(self.peers, str):
@@ -195,10 +216,22 @@ class Runner:
             surroundings = target.environment()
         environment = {**surroundings, **way.environment, "PYTHONPATH": str(self.source)}
         with _folder(settings, files):
-            sample = run_child(job, environment, sys.executable if way.here else str(self.peers))
+            interpreter = sys.executable if way.here else str(self.peers)
+            if case.ranks:
+                return self._measure_ranks(case, job, environment, interpreter)
+            sample = run_child(job, environment, interpreter)
         if spin_s:
             sample |= {"spin_s": spin_s, "ideal_s": max(spin_s, known["idle_s"])}
         return sample
+
+    def _measure_ranks(self, case: Case, job: Mapping[str, Any], environment: Mapping[str, str], interpreter: str) -> Sample:
+        self.traffic()
+        with TemporaryDirectory() as folder:
+            jobs = node.jobs_of(job, case.ranks, folder)
+            commands = [_command(one, {**environment, **node.variables_of(one)}, interpreter) for one in jobs]
+            samples = node.run_together(commands, _ROOT, Path(folder))
+        model_nbytes = sum(entry.nbytes for file in job["files"] for entry in checkpoints.read_entries(file))
+        return node.summed(samples, model_nbytes, self.traffic())
 
 
 def _idle(case: Case) -> dict[str, Any]:
@@ -230,11 +263,10 @@ def _wait_for_quiet() -> None:
 
 def run_child(job: Mapping[str, Any], environment: Mapping[str, str], interpreter: str) -> Sample:
     """Measure in a process of its own. Raises `FailedError` with the last line it said."""
-    unset = [word for name in FOREIGN for word in ("-u", name)]
-    variables = [f"{key}={value}" for key, value in environment.items()]
-    command = ["env", *unset, *variables, interpreter, "-m", "harness.child", json.dumps(job)]
     try:
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            _command(job, environment, interpreter), cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         raise FailedError(f"took longer than {_TIMEOUT_S} s") from None
     lines = done.stdout.strip().splitlines()
@@ -242,6 +274,12 @@ def run_child(job: Mapping[str, Any], environment: Mapping[str, str], interprete
         said = done.stderr.strip().splitlines()
         raise FailedError(said[-1][:200] if said else f"exit status {done.returncode}")
     return dict(json.loads(lines[-1]))
+
+
+def _command(job: Mapping[str, Any], environment: Mapping[str, str], interpreter: str) -> list[str]:
+    unset = [word for name in FOREIGN for word in ("-u", name)]
+    variables = [f"{key}={value}" for key, value in environment.items()]
+    return ["env", *unset, *variables, interpreter, "-m", "harness.child", json.dumps(job)]
 
 
 def as_data(measured: Measured) -> dict[str, Any]:

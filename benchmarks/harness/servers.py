@@ -16,19 +16,30 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from harness.cases import Case
 from harness.failures import FailedError
 from harness.targets import Target
 
+if TYPE_CHECKING:
+    from headrace.testing.s3server import S3Server
+
 _START_S = 60.0
 _USER, _SECRET = "AKTEST", "SKTESTSECRET"
 _ACCOUNT, _ACCOUNT_KEY = "headrace", "aGVhZHJhY2UtYmVuY2g="
+
+
+class Traffic(NamedTuple):
+    """What a server sent of objects: bytes of GETs that began at the first one (headers), of all others, and how many GETs."""
+
+    opening_nbytes: int
+    data_nbytes: int
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +50,13 @@ class Servers:
         data: folder of the checkpoints, each of which is a bucket.
         source: headrace, as it is measured.
         azurite: where the scripts install it, by npm.
+        counted: servers of this process, whose ledgers can be asked.
     """
 
     data: Path
     source: Path
     azurite: Path
+    counted: list[S3Server] = field(default_factory=list)
 
     @contextmanager
     def serve(self, case: Case) -> Iterator[Target | None]:
@@ -56,9 +69,37 @@ class Servers:
             yield None
             return
         with TemporaryDirectory(dir=self.data, prefix=".server-") as folder:
-            start = {"s3": self._s3, "s3-tls": self._s3_tls, "gcs": self._gcs, "azure": self._azure}[case.server]
+            start = {
+                "s3": self._s3,
+                "s3-tls": self._s3_tls,
+                "s3-counted": self._s3_counted,
+                "gcs": self._gcs,
+                "azure": self._azure,
+            }[case.server]
             with start(case.checkpoint, Path(folder)) as target:
                 yield target
+
+    def traffic(self) -> Traffic | None:
+        """What the counted server has sent since it was asked last; None where there is none."""
+        if not self.counted:
+            return None
+        server = self.counted[-1]
+        gets = [request for request in server.requests if request.method == "GET" and request.start is not None]
+        server.forget()
+        opening = sum(request.sent for request in gets if not request.start)
+        return Traffic(opening, sum(request.sent for request in gets) - opening, len(gets))
+
+    @contextmanager
+    def _s3_counted(self, bucket: str, _folder: Path) -> Iterator[Target]:
+        """In this process, which does nothing else meanwhile: its ledger is exact as soon as a client has its bytes."""
+        from headrace.testing.s3server import S3Server
+
+        with S3Server(self.data, access_key=_USER, secret_key=_SECRET) as server:
+            self.counted.append(server)
+            try:
+                yield Target("s3", server.url, bucket, _USER, _SECRET, pids=(os.getpid(),))
+            finally:
+                self.counted.remove(server)
 
     @contextmanager
     def _s3(self, bucket: str, folder: Path, arguments: Sequence[str] = ()) -> Iterator[Target]:

@@ -1,0 +1,137 @@
+"""The cases of `scripts/bench ranks`: processes of one node that load one checkpoint at once, bytes in host memory.
+
+Ranks that load together have each byte read once; against them stand as many loads that know nothing of each other, and Run:ai's
+distributed mode over Gloo.
+"""
+
+from __future__ import annotations
+
+from harness.cases import Case, Goal, Server, Way
+
+_RANKS = 4
+_EIGHTH = {"part": 3, "of": 8}
+_GROUP: dict[str, object] = {"group": True}
+_SPANS = {"group": True, "arguments": {"partition": "spans"}}
+_FILES = {"group": True, "arguments": {"partition": "files"}}
+_OURS = Way("headrace", "ours:ranks", "headrace", settings=_GROUP)
+_ALONE = Way("headrace, each for itself", "ours:ranks", "headrace")
+_POLICIES = (
+    Way("headrace, by spans", "ours:ranks", "headrace", settings=_SPANS),
+    Way("headrace, by files", "ours:ranks", "headrace", settings=_FILES),
+)
+
+
+def _runai(name: str, **variables: str) -> Way:
+    environment = {f"RUNAI_STREAMER_{key.upper()}": value for key, value in {"dist": "1", **variables}.items()}
+    return Way(
+        name,
+        "peers:runai_distributed",
+        "peer",
+        settings={"owned": True},
+        environment=environment,
+        here=False,
+        note="Gloo, forced on; whole tensors are broadcast",
+    )
+
+
+_RUNAI = (_runai("Run:ai distributed"), _runai("Run:ai distributed, buffered", fs_strategy="sync_buffered"))
+_READ_ONCE = Goal("each byte read once, by headrace's count", "read_share", at_most=1.001)
+_AGAINST_RUNAI = (
+    Goal("2 × Run:ai distributed", "speed", at_least=2.0, against=("Run:ai*",)),
+    Goal("no more memory than Run:ai distributed", "memory", at_most=1.0, against=("Run:ai*",)),
+)
+
+
+def _full(name: str, title: str, *, cold: bool, server: Server = "", goals: tuple[Goal, ...], runai: tuple[Way, ...]) -> Case:
+    return Case(
+        name,
+        f"{_RANKS} ranks, the full model each, {title}, streamed",
+        "shards",
+        "stream",
+        cold,
+        (_OURS, *_POLICIES, _ALONE, *runai),
+        (*goals, *_AGAINST_RUNAI),
+        server=server,
+        ranks=_RANKS,
+    )
+
+
+def _slice(name: str, title: str, dim: int, *goals: Goal) -> Case:
+    return Case(
+        name,
+        f"an eighth of S3's tensors over HTTP, {title}, kept",
+        "object",
+        "load",
+        False,
+        (
+            Way("headrace", "ours:ranks", "headrace", settings={**_EIGHTH, "rules": {"*": dim}}),
+            Way("headrace, whole tensors", "ours:ranks", "headrace"),
+        ),
+        goals,
+        server="s3-counted",
+        ranks=1,
+    )
+
+
+CASES = (
+    _full(
+        "cold_full",
+        "from a cold disk",
+        cold=True,
+        goals=(_READ_ONCE, Goal("1.00 × the model from the disk, and headers", "storage_share", at_most=1.01)),
+        runai=_RUNAI,
+    ),
+    _full(
+        "s3_full",
+        "from S3 over HTTP",
+        cold=False,
+        server="s3-counted",
+        goals=(_READ_ONCE, Goal("1.00 × the model from the server, headers apart", "storage_share", at_most=1.001)),
+        runai=_RUNAI[:1],
+    ),
+    _full("warm_full", "cached (a second copy in host memory gains nothing)", cold=False, goals=(_READ_ONCE,), runai=_RUNAI),
+    Case(
+        "cold_slices",
+        f"{_RANKS} ranks, tensor-parallel slices (rows and columns), from a cold disk, kept",
+        "shards",
+        "load",
+        True,
+        (
+            Way("headrace", "ours:ranks", "headrace", settings={"group": True, "rules": "usual"}),
+            Way("headrace, each for itself", "ours:ranks", "headrace", settings={"rules": "usual"}),
+        ),
+        (
+            Goal("1.02 × the model read per node, by headrace's count", "read_share", at_most=1.02),
+            Goal("1.02 × the model per node from the disk", "storage_share", at_most=1.02),
+            Goal("a rank's memory: its slice, the rings, 64 MiB", "over_slice_mib", at_most=64),
+        ),
+        ranks=_RANKS,
+    ),
+    Case(
+        "warm_devices",
+        f"{_RANKS} ranks with simulated devices, cached, the ring used in place",
+        "shards",
+        "stream",
+        False,
+        (
+            Way("headrace", "ours:ranks", "headrace", unmeasured="NOT MEASURED: a group loads to host memory only"),
+            Way("headrace, each for itself", "ours:ranks", "headrace", unmeasured="NOT MEASURED: nothing to compare with"),
+        ),
+        (Goal("0.4 × the CPU of independent loads", "cpu", at_most=0.4, against=(_ALONE.name,)),),
+        ranks=_RANKS,
+    ),
+    _slice(
+        "s3_slice_rows",
+        "by rows",
+        0,
+        Goal("1.05 × the slice received", "slice_share", at_most=1.05),
+    ),
+    _slice(
+        "s3_slice_columns",
+        "by columns",
+        1,
+        Goal("what the plan says received", "stated_share", at_most=1.01),
+    ),
+)
+
+QUICK_SETS = {"object": "short-object", "shards": "short-shards"}
