@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 300
 _PIPELINE = "tests/test_pipeline.py"
-_SUITES = f"{_PIPELINE} tests/test_device_cuda.py"
+_INPLACE = "tests/test_inplace.py"
+_SUITES = f"{_PIPELINE} tests/test_device_cuda.py {_INPLACE}"
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,25 @@ MUTANTS = (
     Mutant(
         "a copy without an event is not waited for",
         "_ring.py",
-        "            if self.untracked:\n                self.device.drain()\n",
-        "",
+        "            if self.untracked or self.outside:\n",
+        "            if self.outside:\n",
         "a_call_that_fails",
+    ),
+    Mutant(
+        "files are let go while they are copied from",
+        "_ring.py",
+        "            if self.untracked or self.outside:\n",
+        "            if self.untracked:\n",
+        "leaving_early",
+        suite=_INPLACE,
+    ),
+    Mutant(
+        "a file that was page-locked before one was refused stays so",
+        "_inplace.py",
+        "        except BaseException as exc:\n            self.close()\n",
+        "        except BaseException as exc:\n            self._finalizer.detach()\n",
+        "refused",
+        suite=_INPLACE,
     ),
     Mutant(
         "the last error is left behind",
@@ -119,8 +136,8 @@ MUTANTS = (
     Mutant(
         "siblings share a version counter",
         "devices/cuda/_device.py",
-        "made.append(empty((0,), kind).set_(own, 0, tuple(dimensions), _strides(dimensions)))",
-        "made.append(_tensor_of(buffer)[position : position + nbytes].view(kind).view(tuple(dimensions)))",
+        "made.append(blanks[kind].pop().set_(own, 0, dimensions, _strides(dimensions)))",
+        "made.append(_tensor_of(buffer)[position : position + nbytes].view(kind).view(dimensions))",
         "storage_and_a_version",
     ),
     Mutant(
