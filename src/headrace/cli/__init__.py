@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import headrace
 from headrace.cli._arguments import PATH_MEANS
+from headrace.cli._bench import bench
 from headrace.cli._exits import EXIT_CODES, endings, exit_on_interrupt, speak_plainly
 from headrace.cli._inspect import inspect
 from headrace.cli._load import load
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (inspect, plan, load):
+for _command in (inspect, plan, load, bench):
     app.command(cls=_Command, epilog=PATH_MEANS)(_command)
 app.command(cls=_Command)(pull)
 app.command(cls=_Command)(verify)

@@ -12,8 +12,8 @@ import typer
 from headrace import OptionError
 
 PATH_MEANS = (
-    "PATH is a safetensors file, several of them, a folder of shards, or an index file; as a path or a URL: file://, s3://, gs://, "
-    "az://, hf://, https://."
+    "PATH is a safetensors file, several of them, a folder of shards, or an index file; as a path or a URL: file://, s3://, "
+    "gs://, az://, hf://, https://."
 )
 
 Paths: TypeAlias = Annotated[list[str], typer.Argument(metavar="PATH", hidden=True)]  # PATH_MEANS describes it, below the options
