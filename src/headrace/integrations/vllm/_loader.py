@@ -25,7 +25,7 @@ import headrace
 from headrace._options import VllmSettings
 from headrace.errors import OptionError
 from headrace.integrations.vllm._settings import LoaderSettings, read_settings
-from headrace.integrations.vllm._streams import kept_names, open_weights, prefixed, stream_weights
+from headrace.integrations.vllm._streams import INDEX, kept_names, open_weights, prefixed, stream_weights
 
 if TYPE_CHECKING:
     import torch
@@ -73,20 +73,24 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
             is_unused_weight=getattr(model, "is_unused_checkpoint_weight", None),
         )
         secondary = [_moved(source, model_config.model, place) for source in getattr(model, "secondary_weights", ())]
-        for source in (primary, *secondary):
-            yield from self._read(source, local=model_config.model)
+        metadata = self.settings.metadata if is_first(model_config) else None
+        yield from self._read(primary, index_from=self._index_from(model_config, place), metadata=metadata)
+        for source in secondary:
+            yield from self._read(source)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._read(source, local=None)
+        return self._read(source)
 
-    def _read(self, source: Any, *, local: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(
+        self, source: Any, *, index_from: str | None = None, metadata: str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise OptionError(
                 "checkpoints that torchao quantized are put together by vLLM's own loader; use it", option="load_format"
             )
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
-        checkpoint = self._open(source, local)
+        checkpoint = self._open(source, index_from, metadata)
         names = kept_names(checkpoint, is_skipped=self._skips(source, checkpoint), is_unneeded=self._unneeded())
         if len(checkpoint) and not names:
             raise RuntimeError(f"none of the tensors of {checkpoint.url} is one that this model loads on this rank")
@@ -102,7 +106,7 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
         )
         return prefixed(source.prefix, pairs) if source.prefix else pairs
 
-    def _open(self, source: Any, local: str | None) -> headrace.Checkpoint:
+    def _open(self, source: Any, index_from: str | None, metadata: str | None) -> headrace.Checkpoint:
         place: Any = str(source.model_or_path)
         patterns = source.allow_patterns_overrides
         if not is_readable(place):
@@ -110,16 +114,23 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
         else:
             place = with_revision(place, source.revision)
             place = f"{place.rstrip('/')}/{source.subfolder}" if source.subfolder else place
-        ignored = self.load_config.ignore_patterns or ()
-        use_local = self.settings.local_index and local is not None and os.path.isdir(local) and not source.subfolder
+        ignored = self.load_config.ignore_patterns or []
+        globs = [ignored] if isinstance(ignored, str) else ignored
         return open_weights(
             place,
             patterns=patterns,
-            ignored=[ignored] if isinstance(ignored, str) else ignored,
-            local_index=local if use_local else None,
+            ignored=[glob for glob in globs if "/" not in glob],  # the others are about folders below, which are not looked into
+            index_from=index_from,
+            metadata=metadata,
             verify=self.settings.verify,
             options=options_of(self.settings),
         )
+
+    def _index_from(self, model_config: Any, place: str) -> str | None:
+        """The local folder that a model's config was mirrored to, where its index is to count for the store's."""
+        mirror = str(model_config.model)
+        is_there = place != mirror and os.path.isfile(os.path.join(mirror, INDEX))
+        return mirror if self.settings.local_index and is_there else None
 
     def _skips(self, source: Any, checkpoint: headrace.Checkpoint) -> Callable[[str], bool]:
         """Tells of names that this rank does not read: experts of others, and what the model has no use for."""
@@ -170,15 +181,20 @@ def place_of(model_config: Any, settings: LoaderSettings) -> str:
     A model from a store has the url in `model_weights`, and a folder with its config in `model`. `source` stands for the path
     of the main model, as it was when it was first loaded: not for that of a draft, nor for one that is given to reload from.
     """
-    target = _target_config(model_config)
-    first = vars(target).setdefault(_FIRST, target.model)
-    if settings.source is not None and model_config.model == first:
+    if settings.source is not None and is_first(model_config):
         return settings.source
+    target = _target_config(model_config)
     if model_config.model_weights:
         return str(model_config.model_weights)
     if target is not model_config and model_config.model == target.model and target.model_weights:
         return str(target.model_weights)  # a draft within the target's checkpoint
     return str(model_config.model)
+
+
+def is_first(model_config: Any) -> bool:
+    """Whether it is about the path that the main model was first loaded from: no draft, and none that is given to reload from."""
+    target = _target_config(model_config)
+    return bool(model_config.model == vars(target).setdefault(_FIRST, target.model))
 
 
 def _target_config(model_config: Any) -> Any:

@@ -1,7 +1,7 @@
 """PURE: what --model-loader-extra-config says, checked key by key.
 
-A key that is not known, or that this version has nothing behind, is refused by name, and so is a value of the wrong kind:
-vLLM starts for half a minute before a loader sees its config, so `_hooks` has it checked at once.
+A key that is not known is refused by name, and so is a value of the wrong kind. vLLM starts for half a minute before a loader
+sees its config, so `_hooks` has it checked at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ _KEYS: Final = (
     "source",
     "verify",
 )
-_OFF: Final = (None, False, "off")
-_NOT_THERE: Final = {
-    "gds": "direct storage (cuFile, hipFile)",
-    "in_place": "registering a checkpoint on tmpfs where it lies",
-    "metadata": "headers of one's own in place of the store's",
-}
-_PINNING: Final = {True: "auto", False: "off", "auto": "auto", "off": "off", "require": "require"}
+_DEMANDS: Final = {True: "auto", False: "off", "auto": "auto", "off": "off", "require": "require"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +46,7 @@ class LoaderSettings:
         source: where the weights are, in place of the model's own path.
         pattern: names of sharded files; None: vLLM's.
         dtype: as of `headrace.stream`.
-        verify: as of `headrace.open`.
+        verify, metadata: as of `headrace.open`.
         options: tuning.
         local_index: see `VllmSettings`.
     """
@@ -62,6 +56,7 @@ class LoaderSettings:
     pattern: str | None = None
     dtype: Any = None
     verify: Any = None
+    metadata: str | None = None
     options: Options = field(default_factory=Options)
     local_index: bool = False
 
@@ -81,7 +76,7 @@ def read_settings(extra: object, *, load_format: str, environment: VllmSettings)
     is_sharded = load_format in (SHARDED, RUNAI_SHARDED)
     for key in given:
         _check_known(key, load_format)
-    _check_there(given, environment)
+    _check_environment(environment)
     _check_places(given, load_format, is_sharded=is_sharded)
     return LoaderSettings(
         distributed=_flag(given, "distributed"),
@@ -89,10 +84,13 @@ def read_settings(extra: object, *, load_format: str, environment: VllmSettings)
         pattern=_text(given, "pattern"),
         dtype=_dtype(given.get("dtype")),
         verify=_verify(given.get("verify")),
+        metadata=_text(given, "metadata"),
         options=Options(
             concurrency=_count(given, "concurrency", least=1),
             memory_limit=_limit(given.get("memory_limit")),
-            pin=_pin(given.get("pinned_staging")),
+            pin=_demand(given, "pinned_staging"),
+            gds=_demand(given, "gds"),
+            in_place=_demand(given, "in_place"),
             direct_io=given.get("direct_io"),
             partition=given.get("partition"),
         ),
@@ -116,10 +114,7 @@ def _check_known(key: str, load_format: str) -> None:
         raise OptionError(f"unexpected extra config key for load format {load_format}: {key!r}; {hint}", option=str(key))
 
 
-def _check_there(given: Mapping[str, Any], environment: VllmSettings) -> None:
-    for key, what in _NOT_THERE.items():
-        if given.get(key) not in _OFF:
-            raise OptionError(f"{key}: this version has no {what} yet; leave the key out", option=key)
+def _check_environment(environment: VllmSettings) -> None:
     if environment.refused:
         raise OptionError(
             f"environment variable {environment.refused[0]}: this version does not load part of a model to shared host memory; "
@@ -167,12 +162,14 @@ def _limit(value: Any) -> Any:
     return value
 
 
-def _pin(value: object) -> Any:
+def _demand(given: Mapping[str, Any], key: str) -> Any:
+    """true asks for what is not done by itself, and goes on with a warning where it cannot be done."""
+    value = given.get(key)
     if value is None:
         return None
-    if not isinstance(value, (bool, str)) or value not in _PINNING:
-        raise OptionError(f"pinned_staging is true, false, 'auto', 'off' or 'require', not {value!r}", option="pinned_staging")
-    return _PINNING[value]
+    if not isinstance(value, (bool, str)) or value not in _DEMANDS:
+        raise OptionError(f"{key} is true, false, 'auto', 'off' or 'require', not {value!r}", option=key)
+    return _DEMANDS[value]
 
 
 def _dtype(value: object) -> Any:

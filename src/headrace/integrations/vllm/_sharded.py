@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLo
 import headrace
 from headrace.errors import FormatError, OptionError
 from headrace.integrations.vllm._loader import (
+    is_first,
     is_readable,
     options_of,
     place_of,
@@ -82,8 +83,9 @@ class HeadraceShardedLoader(BaseModelLoader):  # type: ignore[misc]
         rank, pattern = _rank_and_pattern(self.settings.pattern)
         folder = self._folder(model_config)
         options = options_of(self.settings)
+        metadata = self.settings.metadata if is_first(model_config) else None
         if self.settings.verify in (None, False):
-            return headrace.open_sharded(folder, rank=rank, pattern=pattern, options=options)
+            return headrace.open_sharded(folder, rank=rank, pattern=pattern, metadata=metadata, options=options)
         with headrace.open_sharded(folder, rank=rank, pattern=pattern, options=options) as found:
             shards = list(found.shards)
         return headrace.open(shards, verify=self.settings.verify, options=options)

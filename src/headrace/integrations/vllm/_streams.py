@@ -28,7 +28,8 @@ def open_weights(
     *,
     patterns: Sequence[str] | None,
     ignored: Sequence[str],
-    local_index: str | None,
+    index_from: str | None,
+    metadata: str | None,
     verify: Any,
     options: headrace.Options,
 ) -> headrace.Checkpoint:
@@ -38,22 +39,19 @@ def open_weights(
         place: a folder, a url, or a list of files.
         patterns: globs of the only files that count; the index does not, then. None: those of the index, or all.
         ignored: globs of files that do not count, where they are not on this machine.
-        local_index: a local folder whose index is used in place of the store's, if it has one.
-        verify, options: as for `headrace.open`.
+        index_from: a local folder whose index is used in place of the store's, which is not listed then.
+        metadata, verify, options: as for `headrace.open`.
 
     Raises:
         As `headrace.open`; SourceNotFoundError where no file fits the patterns.
     """
-    if not isinstance(place, str):
-        return headrace.open(list(place), verify=verify, options=options)
-    if patterns is not None:
-        return headrace.open(_urls(place, patterns, options), verify=verify, options=options)
-    if "://" in place:
-        folder = _Remaining(headrace.folder(f"{place.rstrip('/')}/", options=options), ignored)
-        if local_index is not None and INDEX in headrace.folder(local_index).names():
-            folder = _IndexedHere(folder, headrace.folder(local_index))
-        return headrace.open(folder, verify=verify, options=options)
-    return headrace.open(place, verify=verify, options=options)
+    given: Any = place
+    if patterns is not None and isinstance(place, str):
+        given = _urls(place, patterns, options)
+    elif isinstance(place, str) and "://" in place and (ignored or index_from is not None):
+        folder = headrace.folder(f"{place.rstrip('/')}/", options=options)
+        given = _Remaining(folder, ignored) if index_from is None else _IndexedHere(folder, headrace.folder(index_from))
+    return headrace.open(given, metadata=metadata, verify=verify, options=options)
 
 
 def _urls(place: str, patterns: Sequence[str], options: headrace.Options) -> list[str]:
@@ -71,37 +69,39 @@ class _Remaining:
     """A folder without the files that do not count."""
 
     def __init__(self, folder: Folder, ignored: Sequence[str]) -> None:
-        self.url, self.inner, self._ignored = folder.url, folder, ignored
+        self.url, self._folder, self._ignored = folder.url, folder, ignored
         if hasattr(folder, "sha256"):
             self.sha256 = folder.sha256  # digests that the store has, for `verify`
 
     def names(self) -> list[str]:
-        return [name for name in self.inner.names() if not any(fnmatchcase(name, each) for each in self._ignored)]
+        return [name for name in self._folder.names() if not any(fnmatchcase(name, each) for each in self._ignored)]
 
     def open(self, name: str) -> ByteSource:
-        return self.inner.open(name)
+        return self._folder.open(name)
 
 
 class _IndexedHere(_Remaining):
     """A store's folder whose index lies on this machine: nothing is listed. A shard that does not fit the index is refused."""
 
-    def __init__(self, remote: _Remaining, local: Folder) -> None:
-        super().__init__(remote, ())
+    def __init__(self, folder: Folder, local: Folder) -> None:
+        super().__init__(folder, ())
         self._local = local
 
     def names(self) -> list[str]:
         source = self._local.open(INDEX)
         text = bytearray(source.nbytes)
-        source.read_into(0, memoryview(text))
-        source.close()
         try:
-            shards = set(json.loads(text)["weight_map"].values())
+            source.read_into(0, memoryview(text))
+        finally:
+            source.close()
+        try:
+            shards = json.loads(text)["weight_map"].values()
         except (ValueError, KeyError, TypeError, AttributeError):
-            shards = set()  # opening it says what is wrong
+            shards = ()  # opening it says what is wrong
         return sorted({INDEX, *(shard for shard in shards if isinstance(shard, str))})
 
     def open(self, name: str) -> ByteSource:
-        return self._local.open(name) if name == INDEX else self.inner.open(name)
+        return self._local.open(name) if name == INDEX else self._folder.open(name)
 
 
 def kept_names(
