@@ -392,11 +392,16 @@ def test_a_url_is_looked_over_once_per_block() -> None:
         modeling().PreTrainedModel.from_pretrained("s3://models/m")
 
 
-def test_a_pipeline_takes_a_url() -> None:
+@pytest.mark.parametrize("first", ["before", "inside"])
+def test_a_pipeline_takes_a_url(first: str) -> None:
+    package = importlib.import_module("transformers")
+    if first == "before":
+        package.pipeline = importlib.import_module("transformers.pipelines").pipeline  # type: ignore[attr-defined]
     with S3Server({"models": stored()}) as server, headrace.patch(credentials=keys(server)):
-        pipelines = importlib.import_module("transformers.pipelines")
-        assert not wrong(pipelines.pipeline("embed", model="s3://models/m").tensors, CONTENTS)
-    assert pipelines.pipeline.__code__.co_filename.endswith("pipelines.py")
+        if first == "inside":
+            package.pipeline = importlib.import_module("transformers.pipelines").pipeline  # type: ignore[attr-defined]
+        assert not wrong(package.pipeline("embed", model="s3://models/m").tensors, CONTENTS)
+    assert package.pipeline.__code__.co_filename.endswith("pipelines.py")
 
 
 def test_a_model_of_the_hub_loads_from_the_commit_that_its_config_came_from(monkeypatch: pytest.MonkeyPatch) -> None:

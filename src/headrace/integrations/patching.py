@@ -239,6 +239,8 @@ class _Installation:
                 )  # fmt: skip
             if module.__name__ == "transformers.pipelines" and isinstance(vars(module).get("pipeline"), FunctionType):
                 self._swaps.append((module.pipeline, _wrapped(module.pipeline, _PIPELINE_NAMES, self.local)))
+                for other in _modules(("transformers",)):  # those that have taken the name before
+                    _swap(other, self._swaps[-1:])
             _swap(module, self._swaps)
             for kind in list(vars(module).values()):
                 if (
