@@ -73,6 +73,9 @@ def load(rank: int, path: Path, one_node: bool, arguments: dict[str, Any]) -> tu
         found = {name: bytes_of(tensor) for name, tensor in tensors}
     stats = tensors.stats
     assert (stats.rank, stats.ranks) == (rank, dist.get_world_size())
+    assert stats.partition.startswith(arguments["partition"])
+    assert ("shared memory" if one_node else "Gloo") in stats.exchange
+    assert stats.exchange in str(tensors.plan)
     return found, stats.read_nbytes, stats.from_peers_nbytes, stats.to_peers_nbytes
 
 

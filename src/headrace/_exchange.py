@@ -25,7 +25,7 @@ from headrace._landing import Filling, Landing, Maker
 from headrace._node import FAILED, SLOTS, STOPPED, WELL, Leaving, NodeMemory, check_left
 from headrace._partition import assign_owners
 from headrace._peers import Peers
-from headrace._plan import Plan, Read, Span
+from headrace._plan import Plan, Read, Span, format_nbytes
 from headrace._progress import Progress
 from headrace.errors import PeerError
 from headrace.sources.base import ByteSource
@@ -60,7 +60,7 @@ def join_group(
     node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s)
     if node is None:
         peers.connect()
-    progress.rank, progress.ranks, progress.total_nbytes = peers.rank, peers.size, share.own_nbytes
+    describe(progress, peers, plan, share, policy, over_memory=node is not None)
     return GroupLanding(inner, _Exchange(plan, share, peers, node, progress), sources)
 
 
@@ -110,6 +110,24 @@ def share_reads(plan: Plan, sliced: frozenset[str], rank: int, size: int, policy
     exchanged = dict(zip(rounds, owners, strict=True))
     own_nbytes = sum(read.nbytes for i, read in enumerate(plan.reads) if exchanged.get(i, rank) == rank)
     return Share(rounds, owners, own_nbytes)
+
+
+def describe(progress: Progress, peers: Peers, plan: Plan, share: Share, policy: str, *, over_memory: bool) -> None:
+    """Say in the counters what the ranks do."""
+    progress.rank, progress.ranks, progress.total_nbytes = peers.rank, peers.size, share.own_nbytes
+    nbytes = [0] * peers.size
+    for i, owner in zip(share.rounds, share.owners, strict=True):
+        nbytes[owner] += plan.reads[i].nbytes
+    shown = [f"rank {rank} reads {format_nbytes(each)}" for rank, each in enumerate(nbytes)]
+    rest = f" and {peers.size - 8} more" if peers.size > 8 else ""
+    local = share.own_nbytes - nbytes[peers.rank]
+    slices = f", and each rank its own slices, here {format_nbytes(local)}" if local else ""
+    progress.partition = f"{policy}: {', '.join(shown[:8])}{rest} for all{slices}"
+    progress.exchange = (
+        "over the shared memory of their node"
+        if over_memory
+        else "over Gloo, since they do not share memory: they are on several nodes, or in several containers"
+    )
 
 
 def digest_of(plan: Plan, share: Share) -> str:

@@ -230,6 +230,7 @@ class Plan:
         mapped_nbytes: bytes of tensors that are views of a mapped file.
         left_alone: (tensor, reason) for tensors that a blanket dtype does not touch.
         device: where the tensors go.
+        group: what the ranks of a group do, in words; empty where there is none.
     """
 
     tensors: Tensors
@@ -242,6 +243,7 @@ class Plan:
     mapped_nbytes: int = 0
     left_alone: tuple[tuple[str, str], ...] = ()
     device: str = "cpu"
+    group: str = ""
 
     @property
     def surplus_nbytes(self) -> int:
@@ -269,6 +271,8 @@ def _explain(plan: Plan) -> Iterator[str]:
     yield f"reads    {requests}{extra}; {plan.limits.concurrency} at a time"
     if plan.limits.node is not None:
         yield f"share    {plan.limits.node}; at least one read each"
+    if plan.group:
+        yield f"group    {plan.group}"
     spans, bound = f"{len(plan.spans):,} spans", format_nbytes(_bound(plan))
     if plan.mapped_nbytes:
         yield f"mapped   {format_nbytes(plan.mapped_nbytes)} of tensors are views of their files; nothing of them is read ahead"

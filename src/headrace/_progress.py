@@ -155,6 +155,13 @@ class Progress:
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
 
+    @property
+    def group(self) -> str:
+        """What the ranks of a group do, in words; empty where there is none."""
+        if self.ranks == 1:
+            return ""
+        return "; ".join(filter(None, (f"{self.ranks} ranks, this is rank {self.rank}", self.partition, self.exchange)))
+
     def finish(self) -> None:
         """Stop the clock, and count no more traffic: what follows is another load's. The first call counts."""
         if self.ended is None:

@@ -13,7 +13,7 @@ from copy import copy
 from typing import Final
 
 from headrace import _node
-from headrace._exchange import Share, digest_of, share_reads
+from headrace._exchange import Share, describe, digest_of, share_reads
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._node import FAILED, SLOTS, STOPPED, Leaving, NodeMemory
 from headrace._peers import Peers
@@ -43,7 +43,7 @@ def join_relay(
         raise OptionError(
             "group= loads to devices among the ranks of one node only, and these do not share memory", option="group"
         )
-    progress.rank, progress.ranks, progress.total_nbytes = peers.rank, peers.size, share.own_nbytes
+    describe(progress, peers, plan, share, policy, over_memory=True)
     return Relay(plan, sources, share, peers, node, progress)
 
 

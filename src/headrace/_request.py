@@ -187,6 +187,7 @@ class Request:
         seen = sources if tracer is None else tracer.sources(sources)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
         shared = self._share(peers, landing, plan, counters) if peers is not None else None
+        plan = replace(plan, group=counters.group)
         job = Job(
             plan=plan,
             sources=sources,
@@ -228,6 +229,7 @@ class Request:
         counters = _new_progress(plan, degraded, sources)
         counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
         self.tables = join_tables(plan, CpuTarget(), peers, counters)
+        plan = replace(plan, group=counters.group)
         if not self.tables.pages.fills:
             counters.total_nbytes = 0
             return SharedReading(self.tables, counters, _renaming(rename), progress, on_stop)
