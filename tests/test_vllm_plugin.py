@@ -743,7 +743,9 @@ def test_ranks_share_what_all_of_them_want_and_read_their_own_experts(folder: Pa
         shared, mine = (int(re.search(r"([\d,]+) bytes read", line)[1].replace(",", "")) for line in lines)  # type: ignore[index]
         assert mine == len(CONTENTS[own[rank][0]].data)
         read += shared
-    assert read == sum(len(entry.data) for name, entry in CONTENTS.items() if name not in own[0] + own[1])
+    nbytes = {name: len(entry.data) for name, entry in CONTENTS.items()}
+    wanted = sum(nbytes.values()) - sum(nbytes[names[0]] for names in own)
+    assert wanted <= read <= sum(nbytes.values())  # small gaps are read along, and nothing twice
 
 
 def demand_what_a_group_cannot(rank: int, place: str, is_demanded: bool) -> dict[str, bytes]:
