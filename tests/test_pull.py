@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import pytest
 from http_servers import Server, fault
 
 import headrace
-from headrace._pull import STATE, PullProgress, PullReport, pull_folder
+from headrace._destination import STATE
+from headrace._pull import PullProgress, PullReport, pull_folder
+from headrace._verify import verify_folder
 from headrace.errors import (
     DestinationError,
     FormatError,
@@ -302,7 +304,7 @@ def test_starts_over_after_a_kill_where_the_source_changed(tmp_path: Path, dst: 
 def test_starts_over_after_the_machine_did(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src = fill(tmp_path / "src", model())
     kill_at(tmp_path / "src", dst, 5)
-    monkeypatch.setattr("headrace._pull._boot_id", lambda: "another")
+    monkeypatch.setattr("headrace._destination._boot_id", lambda: "another")
     assert pull(src, dst).resumed_nbytes == 0
     assert contents(dst) == model()
 
@@ -381,6 +383,44 @@ def test_two_processes_do_the_work_once(tmp_path: Path, dst: Path) -> None:
             assert json.loads(read_line(first)) == [nbytes, 0, nbytes]
             assert json.loads(read_line(second)) == [0, len(model()), 0]
     assert contents(dst) == model()
+
+
+class SlowToOpen(MemoryFolder):
+    """A folder of a network that does not answer: nothing ends `open` but `release`."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files)
+        self.release = threading.Event()
+        self.opened: list[MemorySource] = []
+
+    def open(self, name: str) -> MemorySource:
+        self.release.wait()
+        self.opened.append(super().open(name))
+        return self.opened[-1]
+
+
+@pytest.mark.parametrize("verb", ["pull", "verify"])
+def test_an_interrupt_is_not_kept_waiting_by_files_that_are_being_opened(dst: Path, verb: str) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = SlowToOpen(model())
+    calls: dict[str, Callable[[], object]] = {
+        "pull": lambda: pull(folder, dst, progress=interrupt),
+        "verify": lambda: verify_folder(folder, None, manifest=None, out=dst / "m", concurrency=2, progress=interrupt),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        calls[verb]()
+    folder.release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("headrace-"):
+            thread.join()
+    assert len(folder.opened) == len(model())
+    for source in folder.opened:
+        with pytest.raises(SourceError, match="closed"):
+            source.check_unchanged()
+    if verb == "pull":
+        assert state(dst) == {"lock"}
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])

@@ -1,48 +1,38 @@
 """Fill a local folder from any source: ranges of all files at once, and nothing twice.
 
-Below the destination lies `.headrace-pull/`: a lock, that makes pulls of one node take turns; `pulled`, which file was placed
-from which version of its source; and per unfinished file a part and a journal of its finished ranges. A range is written before
-its line in the journal, and a part is renamed only when it is whole, so a process may be killed at any moment: what it had done
-is found by the next one, and a name of the destination never stands for half a file. Files named *.safetensors.index.json are
-placed last.
-
-What reaches the disk when: a file before it gets its name, the folders before the call returns. A journal is not synced; it
-counts only until the machine restarts, for until then the page cache remembers what the journal says. All paths below the
-destination are opened part by part without following links, so no key and no link leads out of it.
+What is pulled is chosen and checked first, all files are opened in one round, and then ranges of them are copied side by side.
+Files named *.safetensors.index.json are placed last. Where it goes, and what survives a kill, is the business of `_destination`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import mmap
 import os
-import queue
 import re
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias, TypeVar
 
 from typing_extensions import Self
 
 from headrace._checkpoint import INDEX_SUFFIX
+from headrace._crew import work_off
+from headrace._destination import STATE, Destination, Part, writing
 from headrace._interpreter import switching_fast
 from headrace._machine import available_cpus
 from headrace.errors import (
     DestinationError,
     FormatError,
-    HeadraceError,
     IntegrityError,
     NoSpaceError,
     OptionError,
@@ -56,35 +46,12 @@ log = logging.getLogger("headrace")
 Patterns: TypeAlias = "str | Sequence[str] | None"
 T = TypeVar("T")
 
-STATE: Final = ".headrace-pull"
 RANGE_NBYTES: Final = 8 << 20  # as network reads: a request's overhead is small against it
 _NETWORK_CONCURRENCY: Final = 16
 _KEPT_OPEN: Final = 256  # more files than this are opened again when their turn comes: descriptors are limited
 _OPENERS: Final = 32
-_REPORTED_S: Final = 0.5
-_NEW: Final = os.O_CREAT | os.O_EXCL
-_SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # not to wait for who writes to a pipe that lies there
 _PATH_NBYTES: Final = 4095  # PATH_MAX without its NUL
 _NAME_NBYTES: Final = 255  # NAME_MAX
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | _SAFE
-
-_HINTS: Final = {
-    errno.EACCES: "check the permissions of the destination",
-    errno.EPERM: "check the permissions of the destination",
-    errno.EROFS: "the filesystem is mounted read-only; choose another destination",
-    errno.ENOSPC: "free some space or choose another destination; what was copied so far is kept for the next pull",
-    errno.EDQUOT: "the quota is used up; what was copied so far is kept for the next pull",
-    errno.ENOTDIR: "a part of the path is a file or a link where a folder is needed; move it away",
-    errno.ELOOP: "a symbolic link is in the way, and links below the destination are not followed; remove it",
-    errno.EISDIR: "a folder is in the way; move it away",
-    errno.EEXIST: "a file is in the way; move it away, or choose another destination",
-    errno.ENXIO: "a pipe or socket is in the way; move it away",
-    errno.EFBIG: "the filesystem has no files of this size",
-    errno.ENOLCK: "the filesystem has no locks (flock); choose one that has",
-    errno.ENAMETOOLONG: "the name is too long for the filesystem",
-    errno.EXDEV: "another filesystem is mounted inside the destination; pull to it directly",
-    errno.EIO: "the storage failed; see the kernel log (dmesg)",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +166,7 @@ def pull_folder(
     _check_places(folder, dst, move=move)
     counts = _Counts(progress)
     names = _choose(folder, include, exclude)
-    with _Destination(os.path.abspath(os.fspath(dst))) as destination:
+    with Destination(os.path.abspath(os.fspath(dst))) as destination:
         if destination.lock():
             names = _choose(folder, include, exclude)  # the other one may have taken its time, or moved them
         with _Pull(folder, destination, counts, concurrency=concurrency, range_nbytes=range_nbytes) as pull:
@@ -298,254 +265,6 @@ def _is_too_long(name: str) -> bool:
     return len(raw) > _PATH_NBYTES or any(len(part) > _NAME_NBYTES for part in raw.split(b"/"))
 
 
-# -- where it goes ---------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _writing(path: str, doing: str) -> Iterator[None]:
-    """Translate what the operating system says about the destination; errors of headrace pass."""
-    try:
-        yield
-    except HeadraceError:
-        raise
-    except (OSError, ValueError) as exc:
-        number = exc.errno if isinstance(exc, OSError) else errno.EINVAL
-        said = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
-        kind = NoSpaceError if number in (errno.ENOSPC, errno.EDQUOT) else DestinationError
-        hint = _HINTS.get(number or 0, "")
-        raise kind(f"cannot {doing} {path}: {said}{'; ' if hint else ''}{hint}", url=path, status=number) from exc
-
-
-class _Destination:
-    """The folder that is filled, as descriptors: links below it are never followed. A context manager."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._touched: set[str] = {""}
-        self._writing_records = threading.Lock()
-        self._records: dict[str, dict[str, Any]] = {}
-        with ExitStack() as opened, _writing(path, "make"):
-            os.makedirs(path, exist_ok=True)
-            self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            opened.callback(os.close, self._root)
-            self.state = self._enter(self._root, STATE)
-            opened.callback(os.close, self.state)
-            self._lock = os.open("lock", os.O_RDWR | os.O_CREAT | _SAFE, 0o666, dir_fd=self.state)
-            opened.callback(os.close, self._lock)
-            self._opened = opened.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._opened.close()
-
-    def lock(self) -> bool:
-        """Wait until no other pull, in whatever process of this node, is at work here, and tell whether one was.
-
-        The lock is given back with the descriptor, so also when the process is killed.
-        """
-        waited = False
-        with _writing(self.path, "lock"):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waited = True
-                log.info("another pull fills %s; waiting for it", self.path)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self._records = self._read_records()
-        return waited
-
-    def holds(self, name: str, key: str) -> bool:
-        """Whether a file is what an earlier pull placed there from this version of its source."""
-        record = self._records.get(name)
-        if record is None or record.get("key") != key:
-            return False
-        try:
-            with self._inside(name, make=False) as (parent, last):
-                now = os.stat(last, dir_fd=parent, follow_symlinks=False)
-        except OSError:
-            return False
-        return stat.S_ISREG(now.st_mode) and record == _record(name, key, now)
-
-    def holds_file(self, name: str, nbytes: int) -> bool:
-        """Whether a regular file of this size is in its place."""
-        with suppress(DestinationError), self.opened(name) as fd:
-            now = os.fstat(fd)
-            return stat.S_ISREG(now.st_mode) and now.st_size == nbytes
-        return False
-
-    def place(self, name: str, key: str, part: str, status: os.stat_result) -> None:
-        """Give a finished part its name. The record comes first: it is about this inode, and true of no other file."""
-        line = b"\n" + json.dumps(_record(name, key, status)).encode() + b"\n"  # a torn line ends where the next one begins
-        with _writing(os.path.join(self.path, name), "place"), self._inside(name, make=True) as (parent, last):
-            with self._writing_records:
-                fd = os.open("pulled", os.O_WRONLY | os.O_APPEND | os.O_CREAT | _SAFE, 0o666, dir_fd=self.state)
-                with open(fd, "wb", buffering=0) as records:
-                    records.write(line)
-            os.rename(part, last, src_dir_fd=self.state, dst_dir_fd=parent)
-
-    @contextmanager
-    def opened(self, name: str) -> Iterator[int]:
-        """A file that was placed, for reading."""
-        with _writing(os.path.join(self.path, name), "read back"), self._inside(name, make=False) as (parent, last):
-            fd = os.open(last, os.O_RDONLY | _SAFE, dir_fd=parent)
-            try:
-                yield fd
-            finally:
-                os.close(fd)
-
-    def tidy(self) -> None:
-        """Remove what is left of files that the source has no more."""
-        with _writing(self.path, "tidy up"):
-            for name in os.listdir(self.state):
-                if name.endswith((".part", ".ranges")):
-                    os.unlink(name, dir_fd=self.state)
-
-    def sync(self) -> None:
-        """Let every new name, and the records of them, reach the disk."""
-        with _writing(self.path, "sync"):
-            with suppress(FileNotFoundError):
-                self._sync(os.open("pulled", os.O_RDONLY | _SAFE, dir_fd=self.state))
-            for folder in sorted(self._touched):
-                with self._inside(f"{folder}/." if folder else ".", make=False) as (parent, _):
-                    os.fsync(parent)
-
-    def _sync(self, fd: int) -> None:
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    @contextmanager
-    def _inside(self, name: str, *, make: bool) -> Iterator[tuple[int, str]]:
-        """The folder of a name as a descriptor, and the name in it."""
-        *folders, last = name.split("/")
-        current = os.dup(self._root)
-        try:
-            for at, each in enumerate(folders):
-                below = self._enter(current, each) if make else os.open(each, _FOLDER, dir_fd=current)
-                os.close(current)
-                current = below
-                if make:
-                    self._touched.add("/".join(folders[: at + 1]))
-            yield current, last
-        finally:
-            os.close(current)
-
-    def _enter(self, parent: int, name: str) -> int:
-        with suppress(FileExistsError):
-            os.mkdir(name, dir_fd=parent)
-        return os.open(name, _FOLDER, dir_fd=parent)
-
-    def _read_records(self) -> dict[str, dict[str, Any]]:
-        found = {}
-        for line in _read_all("pulled", self.state).splitlines():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                record = json.loads(line)
-                found[record["name"]] = record
-        return found
-
-
-def _record(name: str, key: str, status: os.stat_result) -> dict[str, Any]:
-    return {"name": name, "key": key, "nbytes": status.st_size, "inode": status.st_ino, "mtime_ns": status.st_mtime_ns}
-
-
-def _read_all(name: str, folder: int) -> bytes:
-    try:
-        fd = os.open(name, os.O_RDONLY | _SAFE, dir_fd=folder)
-    except FileNotFoundError:
-        return b""
-    with open(fd, "rb") as file:
-        return file.read()
-
-
-def _boot_id() -> str:
-    """What tells one run of the machine from the next; where it is unknown nothing is resumed."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.urandom(8).hex()
-
-
-class _Part:
-    """An unfinished file of the destination and the journal of its finished ranges.
-
-    Args:
-        destination: where it lies.
-        name: of the file it will be.
-        key: of the source's version; a part of any other one is worth nothing.
-    """
-
-    def __init__(self, destination: _Destination, name: str, key: str, *, nbytes: int, range_nbytes: int) -> None:
-        stem = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:40]
-        self.name, self._journal_name = f"{stem}.part", f"{stem}.ranges"
-        self._state = destination.state
-        self._path = os.path.join(destination.path, name)
-        self._nbytes, self._range_nbytes = nbytes, range_nbytes
-        self._head = json.dumps([_boot_id(), key, nbytes, range_nbytes]).encode()
-        self._file: int | None = None
-        self._journal: int | None = None
-
-    def finished(self) -> set[int]:
-        """Indexes of the ranges that are in it; where there are none, or of something else, what lies there is removed."""
-        with _writing(self._path, "resume"):
-            head, _, lines = _read_all(self._journal_name, self._state).partition(b"\n")
-            with suppress(FileNotFoundError):
-                status = os.stat(self.name, dir_fd=self._state, follow_symlinks=False)
-                if head == self._head and stat.S_ISREG(status.st_mode) and status.st_size == self._nbytes:
-                    found = {int(line, 16) for line in re.findall(rb"^[0-9a-f]{8}$", lines, re.MULTILINE)}
-                    if found:
-                        return found
-            self.discard()
-        return set()
-
-    def discard(self) -> None:
-        """Remove it: the journal first, which without its part means nothing."""
-        for name in (self._journal_name, self.name):
-            with _writing(self._path, "start over"), suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._state)
-
-    def open(self, *, resumed: bool) -> int:
-        """Open it for writing, of its full size from the start; open already is fine."""
-        if self._file is None:
-            with _writing(self._path, "write"):
-                new = 0 if resumed else _NEW
-                self._file = os.open(self.name, os.O_RDWR | _SAFE | new, 0o666, dir_fd=self._state)
-                self._journal = os.open(self._journal_name, os.O_WRONLY | os.O_APPEND | _SAFE | new, 0o666, dir_fd=self._state)
-                if not resumed:
-                    os.ftruncate(self._file, self._nbytes)
-                    os.write(self._journal, self._head + b"\n")
-        return self._file
-
-    def write(self, index: int, data: memoryview) -> None:
-        """Write one range, then say so."""
-        assert self._file is not None
-        assert self._journal is not None
-        offset, done = index * self._range_nbytes, 0
-        with _writing(self._path, "write"):
-            while done < len(data):
-                done += os.pwrite(self._file, data[done:], offset + done)
-            os.write(self._journal, b"\n%08x\n" % index)  # a torn line ends where the next one begins
-
-    def sync(self) -> os.stat_result:
-        """Let all of it reach the disk."""
-        assert self._file is not None
-        with _writing(self._path, "write"):
-            os.fsync(self._file)
-            return os.fstat(self._file)
-
-    def close(self, *, placed: bool = False) -> None:
-        """Close it; where it was placed the journal has done its duty."""
-        for fd in (self._file, self._journal):
-            if fd is not None:
-                os.close(fd)
-        self._file = self._journal = None
-        if placed:
-            with suppress(FileNotFoundError):
-                os.unlink(self._journal_name, dir_fd=self._state)
-
-
 # -- the copying -----------------------------------------------------------------------------------------------------------------
 
 
@@ -595,7 +314,7 @@ class _File:
     source: ByteSource | None
     key: str
     nbytes: int
-    part: _Part
+    part: Part
     is_there: bool
     is_remote: bool
     resumed: set[int] = field(default_factory=set)
@@ -610,7 +329,7 @@ class _Pull:
     """One pull: opens the files, copies what is missing, and closes them. A context manager."""
 
     def __init__(
-        self, folder: Folder, destination: _Destination, counts: _Counts, *, concurrency: int | None, range_nbytes: int
+        self, folder: Folder, destination: Destination, counts: _Counts, *, concurrency: int | None, range_nbytes: int
     ) -> None:
         self._folder = folder
         self._destination = destination
@@ -618,6 +337,7 @@ class _Pull:
         self._concurrency = concurrency
         self._range_nbytes = range_nbytes
         self._stop = threading.Event()
+        self._looking = threading.Lock()  # held where an opened file is looked up in the destination
         self._files: list[_File] = []
 
     def __enter__(self) -> Self:
@@ -633,20 +353,20 @@ class _Pull:
         found: dict[str, _File] = {}
         keep = len(names) <= _KEPT_OPEN
 
-        def look(name: str, _: memoryview) -> None:
-            source = self._folder.open(name)
-            try:
-                file = self._file(name, source)
-                found[name] = file
-            except BaseException:
-                source.close()
-                raise
-            if file.is_there or not keep:
-                source.close()
-                file.source = None
+        def look(name: str) -> None:
+            with ExitStack() as opened:
+                source = opened.enter_context(closing(self._folder.open(name)))
+                with self._looking:
+                    if self._stop.is_set():
+                        return
+                    found[name] = file = self._file(name, source)
+                    if file.is_there or not keep:
+                        file.source = None
+                    else:
+                        opened.pop_all()
 
         try:
-            self._work_off(names, look, threads=min(_OPENERS, len(names)), buffer_nbytes=0)
+            self._work_off(names, lambda: look, threads=min(_OPENERS, len(names)), patient=False)
         finally:
             self._files = [found[name] for name in names if name in found]
         there = [file for file in self._files if file.is_there]
@@ -662,7 +382,7 @@ class _Pull:
 
     def _file(self, name: str, source: ByteSource) -> _File:
         key = _key(source)
-        part = _Part(self._destination, name, key, nbytes=source.nbytes, range_nbytes=self._range_nbytes)
+        part = Part(self._destination, name, key, nbytes=source.nbytes, range_nbytes=self._range_nbytes)
         known = getattr(source.version, "tells_apart", True)  # else what is here may be of any version of that size
         there = known and self._destination.holds(name, key)
         file = _File(name, source, key, source.nbytes, part, there, is_remote(source))
@@ -680,7 +400,7 @@ class _Pull:
         """Refuse to begin what cannot end well."""
         done = self._counts.snapshot()
         needed, path = done.total_nbytes - done.nbytes, self._destination.path
-        with _writing(path, "measure the free space of"):
+        with writing(path, "measure the free space of"):
             free = free_nbytes(path)
         if needed > free:
             raise NoSpaceError(
@@ -696,7 +416,7 @@ class _Pull:
             for is_index in (False, True):
                 files = [file for file in missing if file.name.endswith(INDEX_SUFFIX) == is_index]
                 if files:
-                    self._work_off(self._ranges(files), self._copy, **self._crew(files))
+                    self._work_off(self._ranges(files), self._with_buffer(self._copy), threads=self._threads(files))
 
     def _ranges(self, files: Iterable[_File]) -> Iterator[_Range]:
         for file in files:
@@ -711,13 +431,32 @@ class _Pull:
     def _nbytes_of(self, file: _File, index: int) -> int:
         return min(self._range_nbytes, file.nbytes - index * self._range_nbytes)
 
-    def _crew(self, files: Sequence[_File], *, buffers: int = 1) -> dict[str, int]:
+    def _threads(self, files: Sequence[_File]) -> int:
         concurrency = self._concurrency
         if concurrency is None:
             remote = any(file.is_remote for file in files)
             concurrency = _NETWORK_CONCURRENCY if remote else min(8, max(2, available_cpus()))
         count = sum(max(1, len(self._indexes(file))) for file in files)
-        return {"threads": min(concurrency, count), "buffer_nbytes": buffers * self._range_nbytes}
+        return min(concurrency, count)
+
+    def _with_buffer(
+        self, do: Callable[[_Range, memoryview], None], *, buffers: int = 1
+    ) -> Callable[[], Callable[[_Range], None]]:
+        """What gives each thread the work, and memory of its own for it."""
+
+        def start() -> Callable[[_Range], None]:
+            buffer = _buffer(buffers * self._range_nbytes)
+            return lambda task: do(task, buffer)
+
+        return start
+
+    def _work_off(
+        self, tasks: Iterable[T], start: Callable[[], Callable[[T], None]], *, threads: int, patient: bool = True
+    ) -> None:
+        work_off(
+            tasks, start, name="headrace-pull", threads=threads, patient=patient,
+            stop=self._stop, report=self._counts.report, end=self._close_sources,
+        )  # fmt: skip
 
     def _copy(self, task: _Range, buffer: memoryview) -> None:
         file, index = task
@@ -772,7 +511,7 @@ class _Pull:
             return
         path = os.path.join(self._destination.path, file.name)
         digest, block, at = hashlib.sha256(), memoryview(bytearray(1 << 20)), 0
-        with _writing(path, "read back"):
+        with writing(path, "read back"):
             while got := os.preadv(fd, [block], at):
                 digest.update(block[:got])
                 at += got
@@ -793,7 +532,8 @@ class _Pull:
             with self._destination.opened(file.name) as fd:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         with switching_fast.held():
-            self._work_off(self._ranges(self._files), self._compare, **self._crew(self._files, buffers=2))
+            compare = self._with_buffer(self._compare, buffers=2)
+            self._work_off(self._ranges(self._files), compare, threads=self._threads(self._files))
 
     def _compare(self, task: _Range, buffer: memoryview) -> None:
         file, index = task
@@ -833,67 +573,14 @@ class _Pull:
                     raise SourceChangedError(f"{now.url} was changed after it was pulled; it was not removed", url=now.url)
             remove(file.name)
 
-    # ---- threads
-
-    def _work_off(self, tasks: Iterable[T], do: Callable[[T, memoryview], None], *, threads: int, buffer_nbytes: int) -> None:
-        """Do all tasks on some threads, and report from this one. An error, or an interrupt of this one, ends all."""
-        tasks, taking = iter(tasks), threading.Lock()
-        outcomes: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()  # True: a task is done; False: a thread is
-
-        def work() -> None:
-            try:
-                buffer = _buffer(buffer_nbytes)
-                while not self._stop.is_set():
-                    with taking:
-                        task = next(tasks, None)
-                    if task is None:
-                        break
-                    do(task, buffer)
-                    outcomes.put(True)
-            except BaseException as exc:  # noqa: BLE001 - raised by the thread that called
-                if not self._stop.is_set():
-                    outcomes.put(exc)
-            finally:
-                outcomes.put(False)
-
-        crew = [threading.Thread(target=work, name=f"headrace-pull-{i}", daemon=True) for i in range(threads)]
-        started: list[threading.Thread] = []
-        try:
-            for thread in crew:
-                thread.start()
-                started.append(thread)
-            running = len(crew)
-            while running:
-                outcome = _next_outcome(outcomes)
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                running -= outcome is False
-                if outcome is not False:
-                    self._counts.report()
-        except BaseException:
-            self._stop.set()
-            self._close_sources()  # ends reads from networks that are under way
-            raise
-        finally:
-            for thread in started:
-                thread.join()
-
     def _close_sources(self) -> None:
-        for file in self._files:
+        """End reads from networks that are under way. Files that are still being opened will not touch the destination."""
+        with self._looking:
+            files = list(self._files)
+        for file in files:
             source = file.source
             if source is not None:
                 source.close()
-
-
-def _next_outcome(outcomes: queue.SimpleQueue[BaseException | bool]) -> BaseException | bool | None:
-    """What a worker says; None where all are silent for a while, so that a bar shows that nothing comes.
-
-    A signal just before the wait does not end it (CPython looks for signals first, then waits), so no wait is for ever.
-    """
-    try:
-        return outcomes.get(timeout=_REPORTED_S)
-    except queue.Empty:
-        return None
 
 
 def _key(source: ByteSource) -> str:

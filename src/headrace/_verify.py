@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import queue
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+from headrace._crew import work_off
 from headrace._integrity import BlockCache, KnownBlocks, LearnedBlocks, Subject, VerifiedSource, digest_of, verified
 from headrace._interpreter import switching_fast
 from headrace._machine import available_cpus
@@ -34,7 +33,6 @@ _SUFFIX: Final = ".safetensors"
 _NETWORK_CONCURRENCY: Final = 16
 _OPENERS: Final = 32
 _KEPT_OPEN: Final = 256  # more files than this are opened again when their turn comes: descriptors are limited
-_REPORTED_S: Final = 0.5
 
 Status: TypeAlias = Literal["ok", "damaged", "missing", "unlisted", "unreadable", "unchecked"]
 
@@ -131,6 +129,7 @@ class VerifyProgress:
 
 
 Report: TypeAlias = Callable[[VerifyProgress], None]
+T = TypeVar("T")
 
 
 def verify_folder(
@@ -300,26 +299,20 @@ class _Run:
         keep = len(names) <= _KEPT_OPEN
 
         def look(file: _File) -> None:
-            if self._stop.is_set():
-                return
             try:
-                file.source = self._opened(file)
-                self._is_remote |= is_remote(file.source)
+                source = self._opened(file)
+                self._is_remote |= is_remote(source)
+                file.source = source
             except IntegrityError as exc:
                 listed = self._manifest is None or file.name in self._manifest.files
                 file.fail("damaged" if listed else "unlisted", str(exc))
             except SourceError as exc:
                 file.fail("unreadable", str(exc))
-            if not keep:
+            if not keep or self._stop.is_set():
                 _close_source(file)
 
         try:
-            with ThreadPoolExecutor(max_workers=min(_OPENERS, len(names)), thread_name_prefix="headrace-verify-open") as pool:
-                for _ in pool.map(look, found):
-                    self._report()
-        except BaseException:
-            self._stop.set()
-            raise
+            self._work_off(found, lambda: look, threads=min(_OPENERS, len(names)), patient=False)
         finally:
             self.files = found
         self._total_nbytes = sum(file.nbytes for file in found if file.ledger is not None)
@@ -333,7 +326,8 @@ class _Run:
         if concurrency is None:
             concurrency = _NETWORK_CONCURRENCY if self._is_remote else min(16, max(2, available_cpus()))
         with switching_fast.held():
-            self._work_off(_in_turns(files, concurrency), min(concurrency, sum(file.left for file in files)))
+            self._work_off(_in_turns(files, concurrency), self._start, threads=min(concurrency, sum(file.left for file in files)))
+        self._report()
 
     def miss(self, names: Iterable[str]) -> None:
         """Report files that the manifest lists and the folder lacks."""
@@ -376,6 +370,10 @@ class _Run:
         ledger = LearnedBlocks(Subject(source.url, digest.origin), default_cut(source.nbytes), digest)
         return verified(source, ledger, self._cache, checked_by=f"{digest.algorithm} from {digest.origin}")
 
+    def _start(self) -> Callable[[_Task], None]:
+        buffer = _Buffer()
+        return lambda task: self._check_block(task, buffer)
+
     def _check_block(self, task: _Task, buffer: _Buffer) -> None:
         file, block = task
         try:
@@ -414,47 +412,13 @@ class _Run:
 
     # ---- threads
 
-    def _work_off(self, tasks: Iterator[_Task], threads: int) -> None:
-        """Do all tasks on some threads, and report from this one. An interrupt of this one ends all."""
-        taking = threading.Lock()
-        outcomes: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()  # True: a task is done; False: a thread is
-
-        def work() -> None:
-            try:
-                buffer = _Buffer()
-                while not self._stop.is_set():
-                    with taking:
-                        task = next(tasks, None)
-                    if task is None:
-                        break
-                    self._check_block(task, buffer)
-                    outcomes.put(True)
-            except BaseException as exc:  # noqa: BLE001 - raised by the thread that called
-                outcomes.put(exc)
-            finally:
-                outcomes.put(False)
-
-        crew = [threading.Thread(target=work, name=f"headrace-verify-{i}", daemon=True) for i in range(threads)]
-        started: list[threading.Thread] = []
-        try:
-            for thread in crew:
-                thread.start()
-                started.append(thread)
-            running = len(started)
-            while running:
-                outcome = _next_outcome(outcomes)
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                running -= outcome is False
-                if outcome is not False:
-                    self._report()
-        finally:
-            self._stop.set()
-            if any(thread.is_alive() for thread in started):
-                self._close()  # ends reads from networks, and checks that wait
-            for thread in started:
-                thread.join()
-        self._report()
+    def _work_off(
+        self, tasks: Iterable[T], start: Callable[[], Callable[[T], None]], *, threads: int, patient: bool = True
+    ) -> None:
+        work_off(
+            tasks, start, name="headrace-verify", threads=threads, patient=patient,
+            stop=self._stop, report=self._report, end=self._close,
+        )  # fmt: skip
 
     def _report(self) -> None:
         if self._progress is not None:
@@ -520,14 +484,3 @@ def _close_source(file: _File) -> None:
         source, file.source = file.source, None
     if source is not None:
         source.close()
-
-
-def _next_outcome(outcomes: queue.SimpleQueue[BaseException | bool]) -> BaseException | bool | None:
-    """What a worker says; None where all are silent for a while, so that a bar shows that nothing comes.
-
-    A signal just before the wait does not end it (CPython looks for signals first, then waits), so no wait is for ever.
-    """
-    try:
-        return outcomes.get(timeout=_REPORTED_S)
-    except queue.Empty:
-        return None
