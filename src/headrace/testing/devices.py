@@ -310,4 +310,3 @@ class _Library(Runtime):
 
     def destroy_stream(self, stream: int) -> None:
         self._check(self._StreamDestroy(stream), "StreamDestroy")
-
