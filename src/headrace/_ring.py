@@ -353,7 +353,7 @@ class _Memory:
 
     Attributes:
         closed: nothing may be queued or registered any more; changes under `lock`.
-        untracked: copies may be under way whose end no event tells of.
+        untracked: copies may be under way whose end no event tells of. `outside`: so there are, and nothing is wrong.
     """
 
     def __init__(self, device: Device, region: Region) -> None:
