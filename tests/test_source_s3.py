@@ -274,6 +274,12 @@ def test_one_store_lists_and_reads_with_one_set_of_credentials() -> None:
         open_s3("s3://models/m/a.bin", store=shared).close()
 
 
+@pytest.mark.parametrize("given", [None, 3, {"access_key_id": "AK"}])
+def test_a_function_that_gives_no_credentials_is_refused(given: Any) -> None:
+    with pytest.raises(OptionError, match="S3Credentials"):
+        S3Store(lambda: given)
+
+
 def test_a_page_that_is_none_is_a_wrong_answer() -> None:
     unsized = b"<ListBucketResult><Contents><Key>a</Key><Size>%s</Size></Contents></ListBucketResult>"
     pages = [b"hello", b"<html/>", b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>", unsized % b"-1"]

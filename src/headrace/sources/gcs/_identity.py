@@ -108,7 +108,7 @@ class Identity:
 
     def __init__(self, given: GcsCredentials | GiveCredentials | None, settings: GcsSettings, access: Access) -> None:
         self._give = given if callable(given) else None
-        self.given = given() if callable(given) else given or GcsCredentials()
+        self.given = _checked(given()) if callable(given) else given or GcsCredentials()
         self._settings, self._clock, self._transport = settings, access.timing.clock, Transport(access)
         named = bool(self.given.ways) or bool(self.given.impersonate)
         at_emulator = settings.endpoint is not None and self.given.endpoint is None and settings.credential_file is None
@@ -164,7 +164,7 @@ class Identity:
         self._generation += 1
         self._google = None
         if self._give is not None:
-            self._latest = self._give()
+            self._latest = _checked(self._give())
         elif self._latest.google_credentials is not None:  # there are no others, but they may have a newer token
             self._google = self._asked(self._find)
             self._asked(lambda: self._google.refresh(self._transport))
@@ -262,3 +262,12 @@ def _signature(url: str, keys: GcsCredentials) -> dict[str, str]:
     request = _botocore("awsrequest").AWSRequest(method="GET", url=url, headers={"Host": urlsplit(url).netloc})
     _botocore("auth").S3SigV4Auth(pair, "s3", "auto").add_auth(request)
     return {name: str(value) for name, value in request.headers.items() if name.lower() != "host"}
+
+
+def _checked(given: object) -> GcsCredentials:
+    """What the caller's function gave."""
+    if not isinstance(given, GcsCredentials):
+        raise OptionError(
+            f"credentials are a function, which returned {type(given).__name__}, not GcsCredentials", option="credentials"
+        )
+    return given

@@ -364,7 +364,8 @@ class Client:
             try:
                 connection.open(max(0.001, min(policy.connect_timeout_s, tries.left_s)))
             except Failure as failure:
-                if line.reached and failure.kind in ("refused", "dns", "unreachable"):
+                no_way = failure.kind in ("refused", "dns", "unreachable", "proxy") and failure.status is None
+                if line.reached and no_way:
                     failure.action = "retry"  # it was there a moment ago
                 raise
             line.reached = True

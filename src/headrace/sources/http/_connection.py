@@ -165,17 +165,22 @@ class Connection:
         endpoint = self.endpoint
         via = endpoint.proxy
         host, port = (via.host, via.port) if via else (endpoint.host, endpoint.port)
+        where = f"the proxy {host}:{port}" if via else f"{host}:{port}"
         try:
             sock = self._connect(host, port, timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if endpoint.tls is not None:
                 if via is not None:
                     self._ask_for_tunnel(via, timeout_s)
+                where = f"{endpoint.host}:{endpoint.port}"  # whose certificate it is
                 tls = endpoint.tls.wrap_socket(sock, server_hostname=endpoint.host, do_handshake_on_connect=False)
                 self._adopt(tls)
                 tls.do_handshake()
         except OSError as exc:
-            raise _translate(exc, f"{host}:{port}", f"no connection to {host}:{port} within {timeout_s:g} s") from exc
+            failure = _translate(exc, where, f"no connection to {where} within {timeout_s:g} s")
+            if via is not None and failure.kind in ("refused", "dns", "unreachable"):
+                failure.kind = "proxy"
+            raise failure from exc
 
     def _connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
         """To the first address that answers. Not `create_connection`, whose sockets nobody could shut meanwhile."""
@@ -183,7 +188,7 @@ class Connection:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except UnicodeError as exc:  # a label that is empty, or longer than 63 characters
-            raise Failure("dns", f"{host} cannot be the name of a host") from exc
+            raise Failure("proxy" if self.endpoint.proxy else "dns", f"{host} cannot be the name of a host") from exc
         for family, kind, protocol, _, address in found:
             sock: socket.socket | None = None
             try:
@@ -403,9 +408,13 @@ class _Until:
 
 def encode_request(method: str, target: str, headers: dict[str, str]) -> bytes:
     """The head of a request. Raises `Failure` for what would let a name or value begin a header, or a request, of its own."""
+    for name, value in headers.items():
+        if re.search(r"[\r\n\0]", f"{name}{value}"):
+            where = f"the header {name}" if name.isprintable() else "a header"
+            raise Failure("status", f"{where} has characters that cannot be sent, such as the line end after a key or token")
+    if re.search(r"[^\x21-\x7e]", target):
+        raise Failure("status", "the url has characters that cannot be sent")
     fields = [f"{name}: {value}" for name, value in headers.items()]
-    if re.search(r"[\r\n\0]", "".join(fields)) or re.search(r"[^\x21-\x7e]", target):
-        raise Failure("status", "the request has characters that cannot be sent")
     return "\r\n".join([f"{method} {target} HTTP/1.1", *fields, "\r\n"]).encode("latin-1", "replace")
 
 

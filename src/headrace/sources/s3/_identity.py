@@ -120,7 +120,7 @@ class Identity:
 
     def __init__(self, given: S3Credentials | GiveCredentials | None, settings: S3Settings) -> None:
         self._give = given if callable(given) else None
-        self.given = given() if callable(given) else given or S3Credentials()
+        self.given = _checked(given()) if callable(given) else given or S3Credentials()
         self._settings = settings
         self._lock = threading.Lock()
         self._session: Any = None
@@ -204,7 +204,7 @@ class Identity:
         self._keys, self._spent = None, False
         self._generation += 1
         if self._give is not None:
-            self._latest = self._give()
+            self._latest = _checked(self._give())
         else:
             self._session = None  # a new one reads files and environment again
 
@@ -263,3 +263,12 @@ def _said(exc: Exception) -> str:
         return ""
     kwargs = getattr(exc, "kwargs", {})
     return f": {kwargs['provider']} failed" if "error_msg" in kwargs and "provider" in kwargs else f": {exc}"
+
+
+def _checked(given: object) -> S3Credentials:
+    """What the caller's function gave."""
+    if not isinstance(given, S3Credentials):
+        raise OptionError(
+            f"credentials are a function, which returned {type(given).__name__}, not S3Credentials", option="credentials"
+        )
+    return given
