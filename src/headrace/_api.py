@@ -597,18 +597,11 @@ def _resolved(url: Location, options: Options | None, overrides: dict[str, Any])
         resolved = (url.options if options is None else _over(url.options, options)).merged(overrides)
     else:
         resolved = resolve(options, overrides)
-    _refuse_unavailable(resolved)
     return resolved
 
 
 def _over(base: Options, options: Options) -> Options:
     return base.merged({name: getattr(options, name) for name in Options.__dataclass_fields__})
-
-
-def _refuse_unavailable(options: Options) -> None:
-    """What cannot be done is refused where it was demanded, and said once where it was merely wished for."""
-    if options.gds == "require":
-        raise OptionError("gds='require': this version has no such route", option="gds")
 
 
 def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:

@@ -33,16 +33,15 @@ from headrace._filling import IN_PLACE, Hops, SlotFiller
 from headrace._inplace import InPlace
 from headrace._landing import Filling, Maker
 from headrace._plan import MIB, Copy, Plan, Read, Span
+from headrace._planner import leaves_headroom
 from headrace._progress import Progress
 from headrace._ring import Ring
 from headrace._staging import PAGE, round_up
 from headrace.devices.base import Destination, Device, DeviceBuffer, HostTarget
 from headrace.errors import DeviceMemoryError, OptionError, StreamError
-from headrace.sources.base import ByteSource
+from headrace.sources.base import ByteSource, DirectSource
 
 log = logging.getLogger("headrace")
-
-_LEAST_HEADROOM = 256 * MIB  # of device memory, for what the caller does with the tensors
 
 
 FillSlot = Callable[[Read, memoryview], "tuple[memoryview, Hops]"]
@@ -64,6 +63,7 @@ class _Part:
         start, end: in the span.
         address: of the device memory; None where it is assembled on the host.
         raw: that memory, unless it is the caller's. `made`: what a conversion fills.
+        shift: bytes of `raw` in front of the part, so that its pages are pages of the file.
         host: memory on the host, with the tensor over it where it needs no conversion.
     """
 
@@ -74,6 +74,7 @@ class _Part:
     address: int | None = None
     raw: DeviceBuffer | None = None
     made: DeviceBuffer | None = None
+    shift: int = 0
     host: memoryview | None = None
     tensor: Any = None
 
@@ -87,6 +88,7 @@ class _SpanMemory:
         own: {row: memory of its own} for tensors that are moved there.
         nbytes: of device memory.
         event: done when everything that was queued for the span is.
+        fence: done when all that may still use the memory is; None where only what is queued later writes to it.
         tensors: made already, where given ones were filled from them.
     """
 
@@ -95,6 +97,7 @@ class _SpanMemory:
     own: dict[int, DeviceBuffer] = field(default_factory=dict)
     nbytes: int = 0
     event: Any = None
+    fence: Any = None
     tensors: list[Any] | None = None
 
     def buffers(self) -> list[DeviceBuffer]:
@@ -115,6 +118,8 @@ class DeviceLanding:
         ownership: as of `headrace.stream`.
         destinations: {tensor name: memory the caller gave for it}.
         in_place: shards that are page-locked where they lie; closed with this.
+        direct: shards that a library reads straight into the device's memory.
+        compat: whether it does that by way of host memory; a tensor then stays on the device only where it leaves room there.
 
     Attributes:
         relay: fills slots instead of the source alone, where ranks load together. Set before the start, closed with the landing.
@@ -133,6 +138,8 @@ class DeviceLanding:
         ownership: str = "leased",
         destinations: Mapping[str, Destination] | None = None,
         in_place: InPlace | None = None,
+        direct: Mapping[int, DirectSource] | None = None,
+        compat: bool = False,
     ) -> None:
         assert plan.limits.staging is not None
         self.filled: list[str] = []
@@ -142,6 +149,7 @@ class DeviceLanding:
         self._given: Mapping[str, Destination] = destinations or {}
         self._in_place = in_place
         self._views = in_place.views if in_place is not None else {}
+        self._direct, self._compat = direct or {}, compat
         self._pid = os.getpid()
         self._lock = threading.Lock()  # the fields below
         self._closed = False
@@ -200,17 +208,17 @@ class DeviceLanding:
 
     def provide(self, index: int, span: Span) -> bool:
         if span.given:
-            self._memory[index] = self._given_memory(span)
+            self._memory[index] = self._fenced(self._given_memory(span), span)
             return True
         wanted = max(1, span.nbytes) + span.cast_nbytes
         if self._ahead_nbytes and not self._no_wait and not self._may_run_ahead(wanted):
             return False
         try:
-            memory = self._allocate(span)
+            memory = self._fenced(self._allocate(span), span)
         except DeviceMemoryError as exc:
             if not self._no_wait:
                 return False
-            memory = self._allocate_apart(span, exc)
+            memory = self._fenced(self._allocate_apart(span, exc), span)
         self._no_wait = False
         self._memory[index] = memory
         with self._lock:
@@ -220,6 +228,31 @@ class DeviceLanding:
 
     def _may_run_ahead(self, nbytes: int) -> bool:
         return self._ahead_nbytes + nbytes <= self._staging.ahead_nbytes and self._headroom.is_left(nbytes)
+
+    def _fenced(self, memory: _SpanMemory, span: Span) -> _SpanMemory:
+        """A library of direct storage knows nothing of streams: its reads wait for what was queued before."""
+        if any(read.direct for read in self._plan.reads[span.first_read : span.last_read]):
+            with self._lock:
+                memory.fence = self._record()
+        return memory
+
+    def read_direct(self, read: Read) -> bool:
+        """Have the library read straight into the device's memory. False where the bytes have to come another way: they belong
+        to several tensors with memory of their own, or to one on the host."""
+        memory = self._memory[read.span]
+        part = memory.parts[max(0, bisect_right(memory.starts, read.position) - 1)]
+        if part.address is None or read.position < part.start or read.position + read.nbytes > part.end:
+            return False
+        self._device.synchronize(memory.fence)
+        owner = part.raw or self._given[self._plan.tensors.names[part.first]]
+        address = part.address + read.position - part.start
+        try:
+            self._direct[read.shard].read_into_device(read.offset, address, read.nbytes, keep=owner)
+        finally:
+            del owner, part, memory  # an error's traceback lives on
+        with self._lock:
+            self._progress.gds_nbytes += read.nbytes
+        return True
 
     def wait(self) -> None:
         self._returned.get()
@@ -252,13 +285,26 @@ class DeviceLanding:
         own = {row: self._device.allocate(sizes[row]) for row in moved if sizes[row]}
         return _SpanMemory([part], [0], own, span.nbytes + span.cast_nbytes + sum(sizes[row] for row in own))
 
-    def _on_device(self, part: _Part, span: Span) -> _Part:
+    def _on_device(self, part: _Part, span: Span, *, apart: bool = False) -> _Part:
         nbytes = part.end - part.start
-        part.raw = self._device.allocate(nbytes)
-        part.address = part.raw.address
+        self._check_headroom(span, nbytes)
+        # Its pages are to be pages of the file, unless that misplaces a tensor that nothing moves afterwards.
+        is_image = span.offset is not None and not (apart and part.first in span.misaligned)
+        part.raw = self._device.allocate(nbytes + PAGE if is_image else nbytes)
+        part.shift = (part.start - part.raw.address) % PAGE if is_image else 0
+        part.address = part.raw.address + part.shift
         if span.cast is not None:
             part.made = self._device.allocate(nbytes // DTYPES[span.cast[0]].itemsize * DTYPES[span.cast[1]].itemsize)
         return part
+
+    def _check_headroom(self, span: Span, nbytes: int) -> None:
+        """Raise `DeviceMemoryError` for a tensor that is not to be kept on the device although there may be room for it."""
+        if not self._compat or span.shard not in self._direct or nbytes <= self._plan.limits.span_nbytes:
+            return
+        free = self._device.free_nbytes()
+        if not leaves_headroom(nbytes, free):
+            message = f"{nbytes:,} bytes would leave too little of the {free:,} that are free"
+            raise DeviceMemoryError(message, device=self._device.name, requested=nbytes, free=free)
 
     def _allocate_apart(self, span: Span, error: DeviceMemoryError) -> _SpanMemory:
         """Memory for each tensor by itself; on the host for those for which there is none on the device."""
@@ -271,7 +317,7 @@ class DeviceLanding:
                 continue
             part = _Part(row, row + 1, start, start + size)
             try:
-                parts.append(self._on_device(part, span))
+                parts.append(self._on_device(part, span, apart=True))
                 nbytes += size + (tensors.nbytes[row] if span.cast is not None else 0)
             except DeviceMemoryError:
                 parts.append(self._on_host(part, row, span))
@@ -283,6 +329,7 @@ class DeviceLanding:
         tensors = self._plan.tensors
         nbytes = part.end - part.start
         part.raw = part.made = part.address = None
+        part.shift = 0
         if span.cast is None:
             part.tensor, part.host = self._host.allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
         else:
@@ -320,6 +367,8 @@ class DeviceLanding:
             self._move_apart(memory)
             self._fill_given(memory, span)
             memory.event = self._record()
+            if memory.fence is not None:
+                self._events.append(memory.fence)
         return 0
 
     def _convert(self, part: _Part, span: Span) -> None:
@@ -339,7 +388,8 @@ class DeviceLanding:
         for row, buffer in memory.own.items():
             whole = memory.parts[0].made or memory.parts[0].raw
             assert whole is not None
-            self._device.move_async(buffer.address, whole.address + tensors.positions[row], tensors.nbytes[row])
+            source = whole.address + memory.parts[0].shift + tensors.positions[row]
+            self._device.move_async(buffer.address, source, tensors.nbytes[row])
 
     def _fill_given(self, memory: _SpanMemory, span: Span) -> None:
         """Those of the given tensors that no copy could go to, and a note of all that are written now."""
@@ -365,6 +415,11 @@ class DeviceLanding:
         return event
 
     # -- the caller's side -----------------------------------------------------------------------------------------------------
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes that a slot of the ring holds, whatever is read."""
+        return self._staging.chunk_nbytes // PAGE * PAGE
 
     @property
     def before_each(self) -> Callable[[], None] | None:
@@ -428,7 +483,7 @@ class DeviceLanding:
         if len(memory.parts) == 1 and not memory.own and memory.parts[0].last - memory.parts[0].first == span.last - span.first:
             part = memory.parts[0]
             if part.host is None:
-                return self._wrap(part.made or part.raw, begin, end)
+                return self._wrap(part.made or part.raw, begin, end, part.shift)
         by_row = {part.first: part for part in memory.parts} if len(memory.parts) > 1 or not memory.own else {}
         return [self._make_one(memory, by_row.get(row), row) for row in range(begin, end)]
 
@@ -438,19 +493,20 @@ class DeviceLanding:
         if row in memory.own:
             return self._wrap_alone(memory.own[row], row)
         if part is not None:
-            return self._wrap_alone(part.made or part.raw, row)
-        whole = memory.parts[0].made or memory.parts[0].raw if memory.parts else None
-        return self._wrap(whole, row, row + 1)[0]
+            return self._wrap_alone(part.made or part.raw, row, part.shift)
+        if not memory.parts:
+            return self._wrap(None, row, row + 1)[0]
+        whole = memory.parts[0]
+        return self._wrap(whole.made or whole.raw, row, row + 1, whole.shift)[0]
 
-    def _wrap(self, buffer: DeviceBuffer | None, begin: int, end: int) -> list[Any]:
+    def _wrap(self, buffer: DeviceBuffer | None, begin: int, end: int, shift: int = 0) -> list[Any]:
         tensors, rows = self._plan.tensors, slice(begin, end)
-        return self._device.wrap(
-            buffer, tensors.dtypes[rows], tensors.shapes[rows], tensors.positions[rows], tensors.nbytes[rows]
-        )
+        positions = [shift + position for position in tensors.positions[rows]] if shift else tensors.positions[rows]
+        return self._device.wrap(buffer, tensors.dtypes[rows], tensors.shapes[rows], positions, tensors.nbytes[rows])
 
-    def _wrap_alone(self, buffer: DeviceBuffer | None, row: int) -> Any:
+    def _wrap_alone(self, buffer: DeviceBuffer | None, row: int, shift: int = 0) -> Any:
         tensors = self._plan.tensors
-        return self._device.wrap(buffer, [tensors.dtypes[row]], [tensors.shapes[row]], [0], [tensors.nbytes[row]])[0]
+        return self._device.wrap(buffer, [tensors.dtypes[row]], [tensors.shapes[row]], [shift], [tensors.nbytes[row]])[0]
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
@@ -522,6 +578,21 @@ class _DeviceFilling:
         if file is not None and read.copy is None and read.pieces == 1:
             self._ring.send_outside(self._landing.issue, read, file[read.offset : read.offset + read.nbytes])
             return IN_PLACE
+        if read.direct:
+            return self._fill_direct(read)
+        return self._fill_by_ring(read)
+
+    def _fill_direct(self, read: Read) -> Hops:
+        if self._landing.read_direct(read):
+            return Hops(direct_nbytes=read.nbytes)
+        step, direct = self._landing.chunk_nbytes, 0
+        for at in range(0, read.nbytes, step):  # it may be longer than a slot
+            nbytes = min(step, read.nbytes - at)
+            part = read._replace(offset=read.offset + at, position=read.position + at, nbytes=nbytes)
+            direct += self._fill_by_ring(part).direct_nbytes
+        return Hops(direct)
+
+    def _fill_by_ring(self, read: Read) -> Hops:
         ring = self._ring
         slot = ring.take()
         try:
@@ -543,10 +614,9 @@ class _Headroom:
 
     def is_left(self, nbytes: int) -> bool:
         """Whether max(256 MiB, a quarter of it) would be left after an allocation."""
-        headroom = max(_LEAST_HEADROOM, nbytes // 4)
-        if self._free_nbytes - nbytes < 2 * headroom:
+        if not leaves_headroom(nbytes, self._free_nbytes - max(256 * MIB, nbytes // 4)):
             self._free_nbytes = self._device.free_nbytes()
-        if self._free_nbytes - nbytes < headroom:
+        if not leaves_headroom(nbytes, self._free_nbytes):
             return False
         self._free_nbytes -= nbytes
         return True

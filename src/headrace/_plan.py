@@ -28,6 +28,7 @@ STAGED_CHUNK_NBYTES = 16 * MIB  # to a device: one copy is near the bus's peak f
 STAGED_SPAN_NBYTES = 64 * MIB  # device memory that tensors may share
 SLOT_SLACK_NBYTES = 128 * KIB  # beside a chunk: the rest of its first and last block, or a tail that is not worth a copy
 ALIGNED_NBYTES, ALIGNMENT = 4 * KIB, 16  # device tensors from this size on begin at multiples of 16: vector loads need it
+DIRECT_NBYTES = 64 * KIB  # whole pages from this length on are worth a request of their own to a library of direct storage
 SMALL_NBYTES = 256 * KIB  # below it tensors live apart from larger ones: who keeps only norms and scales keeps only those
 
 
@@ -44,6 +45,8 @@ class SourceAbilities:
         in_place: whether the shard is page-locked where it lies and copied to a device from there.
         verified: how its bytes are checked, in words; empty where they are not.
         block_nbytes: where they are, what is read whole blocks at a time is checked where it lands.
+        direct_nbytes: the longest request of a library that reads the file straight into the device's memory; 0: none does.
+        direct_reason: why, or why not; empty where that was not asked for.
     """
 
     kind: str
@@ -54,6 +57,8 @@ class SourceAbilities:
     in_place: bool = False
     verified: str = ""
     block_nbytes: int = 0
+    direct_nbytes: int = 0
+    direct_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,7 @@ class Read(NamedTuple):
         position: first byte of that memory that it fills.
         pieces, stride: equal pieces whose starts lie `stride` bytes apart in the file; 1 and 0 for a contiguous range.
         copy: how the bytes get out of a slot; None where they are read into place.
+        direct: whole pages of the file, for a library that reads them straight into the device's memory.
     """
 
     shard: int
@@ -154,6 +160,7 @@ class Read(NamedTuple):
     pieces: int = 1
     stride: int = 0
     copy: Copy | None = None
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,7 @@ class Span:
         first_read, last_read: the reads that fill it, end exclusive.
         nbytes: bytes of memory.
         offset: where the memory is an image of the file, the file offset of its byte `lead`; None where it is not.
-        lead: unused bytes in front, so that addresses and offsets are congruent modulo a page (direct I/O).
+        lead: unused bytes in front, so that addresses and offsets are congruent modulo a page (direct I/O, direct storage).
         given: the memory is the caller's, one tensor at a time, and not the engine's.
         mapped: the memory is the mapped file itself; nothing is read.
         cast: (source, target) dtypes of a conversion on the device, once all bytes are there; `nbytes` and the reads' positions
@@ -292,6 +299,10 @@ def _explain_staging(plan: Plan, staging: Staging) -> Iterator[str]:
     pinned = {"off": "not page-locked (pin='off')", "auto": "page-locked if it can be", "require": "page-locked"}[staging.pin]
     ring = f"{staging.slots:,} slots of {format_nbytes(staging.slot_nbytes)}"
     yield f"staging  {ring} in host memory, {pinned}; one copy per read to {plan.device}"
+    direct = [read.nbytes for read in plan.reads if read.direct]
+    if direct:
+        share = f"{len(direct):,} requests for {format_nbytes(sum(direct))} go straight into {plan.device}"
+        yield f"direct   {share}; what is no whole page goes through the ring"
     misaligned = sum(len(span.misaligned) for span in plan.spans)
     if misaligned:
         yield f"aligned  {misaligned:,} tensors are copied once more on the device, to addresses that suit their dtypes"

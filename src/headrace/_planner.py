@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import sub
 from typing import NamedTuple, TypeVar
 
@@ -18,11 +18,14 @@ from headrace._header import Header
 from headrace._plan import (
     ALIGNED_NBYTES,
     ALIGNMENT,
+    DIRECT_NBYTES,
     KIB,
     LARGE_NBYTES,
+    MIB,
     PAGE,
     SLOT_SLACK_NBYTES,
     SMALL_NBYTES,
+    STAGED_CHUNK_NBYTES,
     Copy,
     Limits,
     Plan,
@@ -36,6 +39,8 @@ from headrace._slices import Cut, Index, cut_slice, slice_shape
 from headrace.errors import OptionError
 
 _T = TypeVar("_T")
+
+_LEAST_HEADROOM = 256 * MIB
 
 
 def make_plan(
@@ -92,7 +97,11 @@ def choose_route(ability: SourceAbilities, count: int, device: str = "cpu") -> t
     """(route, reason) of a shard's bytes to host memory, or to a device."""
     if not count:
         return "none", "no tensor of this shard is wanted"
+    if device != "cpu" and ability.direct_nbytes:
+        return "gds", ability.direct_reason
     route, reason = _choose_route(ability) if device == "cpu" else _staged_from(ability, device)
+    if ability.direct_reason:
+        reason += f"; not straight into {device}: {ability.direct_reason}"
     return route, f"{reason}; verified: {ability.verified}" if ability.verified else reason
 
 
@@ -106,6 +115,32 @@ def _choose_route(ability: SourceAbilities) -> tuple[str, str]:
     if ability.cached:
         return "straight", "in the page cache: read into the tensors' memory"
     return "straight", "not in the page cache: read past it, into the tensors' memory"
+
+
+def choose_direct(demand: str, ability: SourceAbilities, *, usable: bool, mode: str, reason: str) -> tuple[bool, str]:
+    """(whether a shard is read straight into the device's memory, why or why not).
+
+    Args:
+        demand: 'auto' or 'require'.
+        ability: of the shard's source.
+        usable, mode, reason: what was found out about the library; see `headrace.sources.gds.Verdict`.
+    """
+    if ability.kind != "file":
+        return False, "only local files can be"
+    if ability.verified:
+        return False, "what is verified has to pass through host memory"
+    if ability.in_place:
+        return False, "it is page-locked where it lies"
+    if demand == "auto" and ability.cached:
+        return False, "the page cache is quicker than the disk"
+    if usable and demand == "auto" and mode == "compat":
+        return False, f"{reason}, which the ring does better"
+    return usable, reason
+
+
+def leaves_headroom(nbytes: int, free_nbytes: int) -> bool:
+    """Whether an allocation on a device leaves max(256 MiB, a quarter of it) for what the caller does with the tensors."""
+    return free_nbytes >= nbytes + max(_LEAST_HEADROOM, nbytes // 4)
 
 
 def _staged_from(ability: SourceAbilities, device: str) -> tuple[str, str]:
@@ -219,7 +254,8 @@ class _ShardPlanner:
         if name in self.draft.slices:
             return _Run("slice", self.dtypes[i], target, own, serial=i)
         if self.staging is not None and target == self.dtypes[i]:
-            return _Run("straight", given=own)
+            large = own and self.ability.direct_nbytes > 0 and self.sizes[i] >= DIRECT_NBYTES  # one request, one tensor
+            return _Run("straight", given=own, serial=i if large else -1)
         widening = DTYPES[target].itemsize / DTYPES[self.dtypes[i]].itemsize
         size = "small" if self.sizes[i] * widening < SMALL_NBYTES and self.staging is None else "large"
         if target != self.dtypes[i]:
@@ -287,7 +323,7 @@ class _ShardPlanner:
     def _add_image(self, first: int, last: int, *, given: bool) -> None:
         """Straight: memory is an image of the file. Addresses and file offsets agree modulo a page unless that would misalign."""
         start, end = self.starts[first], max(self.starts[first], self.ends[last - 1])
-        congruent = not given and self.staging is None and self._is_aligned(first, last)
+        congruent = not given and self._is_congruent(first, last)
         lead = start % PAGE if congruent else 0
         positions = [at - start + lead for at in self.starts[first:last]]
         self._record(first, last, self.sizes[first:last], positions)
@@ -301,6 +337,14 @@ class _ShardPlanner:
             given=given,
             misaligned=self._misaligned(first, positions) if self.staging is not None and not given else (),
         )
+
+    def _is_congruent(self, first: int, last: int) -> bool:
+        """Whether memory is laid out so that addresses and file offsets agree modulo a page.
+
+        On the host where tensors lie well then. On a device for libraries of direct storage, which take pages of the file to pages
+        of its memory and all else by a detour; tensors that do not lie well are copied once more, which takes the device no time.
+        """
+        return self._is_aligned(first, last) if self.staging is None else self.ability.direct_nbytes > 0
 
     def _misaligned(self, first: int, positions: Sequence[int]) -> tuple[int, ...]:
         """Which tensors of a span, counted from its first, lie where they should not on a device.
@@ -329,6 +373,9 @@ class _ShardPlanner:
         """Chunks of a contiguous range. Inner boundaries are page boundaries of the file, for direct reads into place; what is
         copied is cut at multiples of the chunk's length instead, where torch's vector code goes on without a remainder."""
         wide, narrow = itemsizes
+        if self.ability.direct_nbytes and copy is None and end // PAGE * PAGE - -(-start // PAGE) * PAGE >= DIRECT_NBYTES:
+            yield from self._direct_reads(start, end, position)
+            return
         chunk, unit, tail = self._read_unit(end - start, copy, wide, narrow)
         at = start
         while at < end:
@@ -337,6 +384,16 @@ class _ShardPlanner:
                 stop -= stop % unit
             yield Read(self.shard, at, stop - at, len(self.draft.spans), position + (at - start) // wide * narrow, copy=copy)
             at = stop
+
+    def _direct_reads(self, start: int, end: int, position: int) -> Iterator[Read]:
+        """Whole pages for the library, and what lies in front of and behind them for the ring."""
+        chunk = max(PAGE, min(self.ability.direct_nbytes, STAGED_CHUNK_NBYTES) // PAGE * PAGE)
+        first, last = -(-start // PAGE) * PAGE, end // PAGE * PAGE
+        cuts = [start, *range(first, last, chunk), last, end]
+        for at, stop in pairwise(cuts):
+            if stop > at:
+                direct = at % PAGE == stop % PAGE == 0
+                yield Read(self.shard, at, stop - at, len(self.draft.spans), position + at - start, direct=direct)
 
     def _read_unit(self, nbytes: int, copy: Copy | None, wide: int, narrow: int) -> tuple[int, int, int]:
         """(length of a read, what its inner boundaries are multiples of, bytes that the last one may be longer)"""

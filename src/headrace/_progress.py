@@ -34,6 +34,9 @@ class Snapshot:
         pinned: whether all of it that was used is page-locked; None where there is none. `pinned_how`: how, or why not.
         device_copies, sent_nbytes: copies from the host to the device, and their bytes.
         device_peak_nbytes: most device memory of tensors that had not been handed out yet.
+        gds: how direct storage served, told by its library's statistics when the load is over: 'gds(p2p): ...', 'gds(compat): ...',
+            'gds(mixed): ...', 'gds: ...' where it does not tell, or 'staged: ' and why; empty where it was not asked for.
+        gds_nbytes: bytes that the library read into the device's memory; part of `direct_nbytes`.
         kept_nbytes: memory of tensors that the caller still held when the load had to go on without it.
         rank, ranks: this rank, and how many load together; `read_nbytes` counts what this one read.
         from_peers_nbytes, to_peers_nbytes: bytes that came from other ranks, and bytes that went to them.
@@ -92,6 +95,8 @@ class Snapshot:
     device_copies: int = 0
     sent_nbytes: int = 0
     device_peak_nbytes: int = 0
+    gds: str = ""
+    gds_nbytes: int = 0
 
     @property
     def rate(self) -> float:
@@ -148,6 +153,8 @@ class Progress:
     device_copies: int = 0
     sent_nbytes: int = 0
     device_peak_nbytes: int = 0
+    gds: str = ""
+    gds_nbytes: int = 0
     degraded: list[str] = field(default_factory=list)
     count_verified: Callable[[], int] = int
     node_share: str = ""

@@ -30,6 +30,7 @@ from headrace.sources.base import ByteSource, MappableSource, is_remote
 if TYPE_CHECKING:
     import torch
 
+    from headrace._direct import DirectRoute
     from headrace._engine import Engine
     from headrace._exchange import GroupLanding
     from headrace._inplace import InPlace
@@ -79,17 +80,21 @@ class Request:
             self.chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
         self.unmapped: list[str] = []
         self.in_place_shards: frozenset[int] = frozenset()
+        self.direct = self._direct_route()
         if options.mmap == "require" and self.device_name != "cpu":
             raise OptionError(f"mmap='require' hands out host memory, and this load goes to {self.device_name}", option="mmap")
         maps = options.mmap in ("auto", "require") and self.device_name == "cpu" and not self.is_shared
         self.mappings = self._map_files() if maps else {}
 
-    def plan(self, *, given: Mapping[str, str] | None = None, uncast: Collection[str] = ()) -> Plan:
+    def plan(
+        self, *, given: Mapping[str, str] | None = None, uncast: Collection[str] = (), opening: bool = False, shared: bool = False
+    ) -> Plan:
         """The plan.
 
         Args:
             given: dtypes of the destinations, for the tensors whose memory the caller provides.
             uncast: names of tensors that are not converted, since their values are copied into a destination's later.
+            opening: whether files are opened for direct storage. `shared`: whether ranks load together.
         """
         headers, where = self.checkpoint.headers, self.checkpoint.where
         abilities = [
@@ -103,6 +108,8 @@ class Request:
             replace(ability, in_place=True) if shard in self.in_place_shards else ability
             for shard, ability in enumerate(abilities)
         ]
+        if self.direct is not None:
+            abilities = self.direct.decide(self.checkpoint.sources, abilities, opening=opening, shared=shared)
         resolve = resolve_limits if self.device_name == "cpu" else resolve_staging
         limits = resolve(self.options, abilities, largest=self.checkpoint.largest, nbytes=nbytes)
         with gc_paused.held():
@@ -177,9 +184,10 @@ class Request:
         destinations = self._destinations(into, target) if into is not None else {}
         in_place = self._hold_in_place(target)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
-        plan = self.plan(given=given, uncast=destinations.keys() - given.keys())
+        plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
         sources = self.checkpoint.sources
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
+        degraded += self.direct.degraded if self.direct is not None else []
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
         counters = _new_progress(plan, degraded, sources)
         counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
@@ -196,7 +204,7 @@ class Request:
             order=order,
             rename=_renaming(rename),
             on_progress=progress,
-            on_stop=on_stop,
+            on_stop=self._stopping(counters, on_stop),
             demands_direct=self.options.direct_io == "on",
             tracer=tracer,
         )
@@ -204,6 +212,30 @@ class Request:
         if shared is not None:
             shared.report_to(engine if tracer is None else tracer.report(engine))
         return engine
+
+    def _direct_route(self) -> DirectRoute | None:
+        """None where it is not asked for."""
+        demand = self.options.gds or "off"
+        if demand == "require" and self.device_name == "cpu":
+            raise OptionError("gds='require' reads into a device's memory, and this load goes to the host's", option="gds")
+        if demand == "off" or self.device_name == "cpu":
+            return None
+        from headrace._direct import DirectRoute
+
+        return DirectRoute(demand, lambda: cast("Device", self._open_device()), limit_s=self.options.stall_timeout_s)
+
+    def _stopping(self, counters: Progress, on_stop: Callable[[], None]) -> Callable[[], None]:
+        direct = self.direct
+        if direct is None:
+            return on_stop
+
+        def stop() -> None:
+            try:
+                direct.finish(counters)
+            finally:
+                on_stop()
+
+        return stop
 
     def _shared_engine(
         self,
@@ -329,7 +361,16 @@ class Request:
             )
         device = cast("Device", target)
         return DeviceLanding(
-            plan, sources, device, CpuTarget(), counters, ownership=ownership, destinations=destinations, in_place=in_place
+            plan,
+            sources,
+            device,
+            CpuTarget(),
+            counters,
+            ownership=ownership,
+            destinations=destinations,
+            in_place=in_place,
+            direct=self.direct.files if self.direct is not None else None,
+            compat=self.direct is not None and self.direct.compat,
         )
 
     def _share(self, peers: Peers, landing: HostLanding | DeviceLanding, plan: Plan, counters: Progress) -> GroupLanding | None:

@@ -69,6 +69,7 @@ class Callers:
         call = _Call(function, arguments)
         caller.calls.put(call)
         if not call.done.wait(limit_s):
+            caller.thread.name = f"lost {caller.thread.name}"
             caller.calls.put(None)  # should it ever come back
             raise TimeoutError
         self._take_back(caller)
