@@ -324,6 +324,8 @@ def test_lazy_values_know_dtype_and_shape_and_read_when_they_are_indexed() -> No
     assert type(lazy) is dict  # transformers sorts its items
     assert [(value.get_dtype(), value.get_shape()) for value in lazy.values()] == [("U8", [4 * MIB]), ("U8", [MIB])]
     assert len(watched.calls) == 1
+    # What transformers asks for where neither an argument nor the config names a dtype.
+    assert {(value.dtype, value.is_floating_point()) for value in lazy.values()} == {(torch.uint8, False)}
     assert bytes_of(lazy["t001"][...]) == contents["t001"].data
     assert bytes_of(lazy["t000"][5:9]) == contents["t000"].data[5:9]
     assert sum(call.nbytes for call in watched.calls[1:]) == MIB + 4

@@ -248,6 +248,15 @@ def test_a_real_model_gives_the_same_embeddings_in_a_pipeline(server: S3Server) 
 
 
 @needs_minilm
+def test_a_real_model_whose_config_names_no_dtype_is_made_from_a_lazy_state_dict() -> None:
+    config = transformers.AutoConfig.from_pretrained(MINILM)
+    assert config.dtype is None
+    with headrace.state_dict(MINILM) as weights:
+        model = transformers.BertModel.from_pretrained(None, config=config, state_dict=weights.lazy())
+    assert same(model, transformers.AutoModel.from_pretrained(MINILM))
+
+
+@needs_minilm
 def test_a_real_model_is_filled_by_load_into() -> None:
     expected = transformers.AutoModel.from_pretrained(MINILM)
     model = transformers.BertModel(expected.config)

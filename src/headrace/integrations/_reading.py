@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import headrace
+from headrace._dtypes import DTYPES
 from headrace.integrations._ahead import Ahead
 from headrace.integrations.safetensors import TensorSlice, safe_open
 
@@ -82,10 +83,13 @@ class Opening(Protocol):
 
 
 class LazyTensor(Protocol):
-    """A tensor that is read when it is indexed, as safetensors' slices are."""
+    """A tensor that is read when it is indexed, as safetensors' slices are; it also knows its dtype in torch's terms."""
 
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def is_floating_point(self) -> bool: ...
     def __getitem__(self, index: Any) -> Any: ...
 
 
@@ -180,6 +184,16 @@ class _CountedSlice:
 
     def get_dtype(self) -> str:
         return self._slice.get_dtype()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.get_dtype()].torch or "uint8", torch.uint8)
+        return found
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
 
     def __getitem__(self, index: Any) -> Any:
         loaded = self._file.ahead(self._name) if index is Ellipsis or index == slice(None) else None

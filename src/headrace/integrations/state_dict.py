@@ -12,7 +12,6 @@ from typing_extensions import Self
 import headrace
 from headrace.errors import SourceError
 from headrace.integrations._reading import CountedFile, LazyTensor
-from headrace.integrations.safetensors import TensorSlice
 
 
 def state_dict(url: Any, *, credentials: object = None, **options: Any) -> StateDict:
@@ -57,17 +56,14 @@ class StateDict(Mapping[str, Any]):
         return self._checkpoint
 
     def lazy(self) -> dict[str, LazyTensor]:
-        """The same names with objects that read when they are indexed, have `get_dtype()` and `get_shape()`, and hold no data.
+        """The same names with objects that read when they are indexed, know their dtypes and shapes, and hold no data.
 
         transformers takes them as `from_pretrained(None, config=..., state_dict=...)`, and reads each one where and when it
         places it, so that the weights are never in host memory all at once. From a store, whole tensors are read ahead in the
         order of their names, up to `memory_limit` bytes (512 MiB where there is none).
         """
-        checkpoint = self.checkpoint
-        if "://" in checkpoint.url:
-            file = CountedFile(checkpoint, "pt", "cpu", ())
-            return {name: file.get_slice(name) for name in checkpoint}
-        return {name: TensorSlice(checkpoint, info, as_numpy=False) for name, info in checkpoint.items()}
+        file = CountedFile(self.checkpoint, "pt", "cpu", ())
+        return {name: file.get_slice(name) for name in self.checkpoint}
 
     def __getitem__(self, name: str) -> Any:
         return headrace.read(self.checkpoint, name)
