@@ -513,6 +513,7 @@ def test_nothing_to_pull_is_an_error(dst: Path, files: dict[str, bytes], include
         "",
         "a\\..\\b",
         "nul\0",
+        "half \ud800",
         "C:/out",
         "config.json/a",
         "é" * 128,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoints import bytes_of, random_contents, serialize, wrong
-from http_servers import Certificates, Seen, fault
+from http_servers import Certificates, Seen, Server, fault
 from hub_server import Hub, Repo, commit_of, serving
 
 import headrace
@@ -155,6 +155,25 @@ def test_folders_below_are_walked_in_one_listing_and_pulled_by_pattern(tmp_path:
         assert headrace.pull(folder(hub), tmp_path / "dst", include="sub/*/model.safetensors", exclude="sub/0/*").files == 4
         assert (tmp_path / "dst/sub/4/model.safetensors").read_bytes() == bytes([4]) * 1000
         assert not (tmp_path / "dst/config.json").exists()
+
+
+def test_a_listing_that_leads_back_to_itself_ends() -> None:
+    def page(seen: Seen) -> tuple[int, dict[str, str], bytes]:
+        cursor = "a" if seen.target.endswith("b") else "b"
+        return 200, {"X-Repo-Commit": "0" * 40, "Link": f'<https://host/x?cursor={cursor}>; rel="next"'}, b"[]"
+
+    with Server(b"", check=page) as hub:
+        found = HubFolder(URL, endpoint=hub.url_of(""), access=ACCESS)
+        assert "does not end" in str(error_of(WrongAnswerError, found.names))
+        assert len(hub.seen) < 5
+
+
+def test_a_name_that_no_url_can_hold_is_no_file() -> None:
+    entry = {"type": "file", "path": "\ud800.safetensors", "size": 1}
+    page = 200, {"X-Repo-Commit": "0" * 40}, json.dumps([entry]).encode()
+    with Server(b"", check=lambda _: page) as hub:
+        found = HubFolder(URL, endpoint=hub.url_of(""), access=ACCESS)
+        error_of(EntryNotFoundError, found.open, "\ud800.safetensors")
 
 
 def test_one_tensor_is_loaded_from_one_file() -> None:
@@ -317,6 +336,7 @@ def test_an_endpoint_that_is_no_hub() -> None:
         ("hf://org/repo", ("org/repo", "main", "")),
         ("hf://org/repo/", ("org/repo", "main", "")),
         ("hf://gpt2", ("gpt2", "main", "")),
+        ("HF://gpt2", ("gpt2", "main", "")),
         ("hf://gpt2@v1/a/b", ("gpt2", "v1", "a/b")),
         ("hf://org/repo@refs/pr/1/a", ("org/repo", "refs/pr/1", "a")),
         ("hf://org/repo@refs%2Fpr%2F1", ("org/repo", "refs/pr/1", "")),
@@ -338,6 +358,9 @@ def test_urls(url: str, expected: tuple[str, str, str]) -> None:
         "hf://org/repo/../x",
         "hf://org//a",
         "hf://o r/x",
+        "hf://org/repo@%2e%2e",
+        "hf://org/repo@a%2F..%2Fb",
+        "hf://org/repo@a%0Ab",
         "s3://a/b",
     ],
 )

@@ -242,7 +242,7 @@ def _fits(name: str, globs: Sequence[str] | None, *, default: bool) -> bool:
 def _check_name(name: str, url: str, folders: set[str]) -> None:
     """A key of an object store may be anything; what is no plain relative path is refused before anything is written."""
     reason = ""
-    if not name or "\0" in name or "\\" in name:
+    if not name or "\\" in name or re.search("[\0\ud800-\udc7f\udd00-\udfff]", name):  # half characters are no bytes
         reason = "is no file name"
     elif name.startswith("/") or re.match(r"[A-Za-z]:", name):
         reason = "is an absolute path"
@@ -258,10 +258,7 @@ def _check_name(name: str, url: str, folders: set[str]) -> None:
 
 
 def _is_too_long(name: str) -> bool:
-    try:
-        raw = os.fsencode(name)
-    except UnicodeEncodeError:
-        return False  # the destination will say what it thinks of it
+    raw = os.fsencode(name)
     return len(raw) > _PATH_NBYTES or any(len(part) > _NAME_NBYTES for part in raw.split(b"/"))
 
 

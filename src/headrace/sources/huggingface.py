@@ -75,15 +75,16 @@ class HubPath:
         >>> HubPath.parse("hf://org/repo@refs/pr/7/sub")
         HubPath(repo='org/repo', revision='refs/pr/7', path='sub')
         """
-        rest = url.removeprefix("hf://")
+        scheme, _, rest = url.partition("://")
         kind = rest.partition("/")[0]
         if kind in ("datasets", "spaces", "buckets"):
             raise OptionError(f"{_shown(url)}: only repositories of models can be opened, not {kind}", option="url")
-        match = _URL.fullmatch(rest) if rest != url else None
+        match = _URL.fullmatch(rest) if scheme.lower() == "hf" else None
         path = (match["path"] or "").strip("/") if match is not None else ".."
-        if match is None or not _is_inside(path or "x"):
+        revision = unquote(match["revision"] or "main") if match is not None else ".."
+        if match is None or not _is_inside(path or "x") or not _is_inside(revision) or not revision.isprintable():
             raise OptionError(f"{_shown(url)} is not of the form hf://org/repo@revision/path", option="url")
-        return cls(match["repo"], unquote(match["revision"] or "main"), path)
+        return cls(match["repo"], revision, path)
 
 
 _NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -101,7 +102,7 @@ def _shown(url: str) -> str:
 
 
 def _is_inside(name: str) -> bool:
-    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
+    return not re.search("[\0\ud800-\udfff]", name) and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,9 @@ class _Hub:
         files: dict[str, HubFile] = {}
         commits: set[str | None] = set()
         query: str | None = f"recursive={str(recursive).lower()}"
-        for _ in range(_PAGES):
+        asked: set[str | None] = set()
+        while query not in asked and len(asked) < _PAGES:
+            asked.add(query)
             with self._explained(url):
                 headers, body = fetch(f"{address}?{query}", access=self._access)
             files |= _parse_page(body, path, url, recursive)
@@ -416,7 +419,7 @@ def _parse_page(body: bytes, path: str, url: str, recursive: bool) -> dict[str, 
     files: dict[str, HubFile] = {}
     for entry in entries:
         name, size, lfs = entry.get("path"), entry.get("size"), entry.get("lfs")
-        if entry.get("type") != "file" or not isinstance(name, str) or not isinstance(size, int):
+        if entry.get("type") != "file" or not isinstance(name, str) or type(size) is not int:
             continue
         name = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if name and (recursive or "/" not in name):
