@@ -485,6 +485,21 @@ def test_a_mirrored_index_stands_in_for_the_stores(
         loader().load_weights(model([]), config)
 
 
+@pytest.mark.usefixtures("vllm")
+def test_saved_metadata_stands_in_for_the_listing_and_not_for_that_of_another_model(
+    folder: Path, store: S3Server, tmp_path: Path
+) -> None:
+    extra = {"metadata": str(tmp_path / "known")}
+    headrace.save_metadata(folder, tmp_path / "known")
+    config = ModelConfig(str(tmp_path / "mirror"), model_weights="s3://models/tiny")
+    assert names_read(loader(extra), config) == set(CONTENTS)
+    assert not any("index.json" in request.key or "list-type" in request.target for request in store.requests)
+    (tmp_path / "next").mkdir()
+    write(tmp_path / "next" / "model.safetensors", {"other": random_entry("F32", (4,))})
+    config.model, config.model_weights = str(tmp_path / "next"), ""
+    assert set(dict(loader(extra).get_all_weights(config, model([])))) == {"other"}
+
+
 # -- sharded -------------------------------------------------------------------------------------------------------------------
 
 
