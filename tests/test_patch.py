@@ -246,6 +246,29 @@ def test_blocks_of_many_threads_end_with_everything_put_back(model: Path) -> Non
     assert library.safe_open is SAFE_OPEN
 
 
+def test_blocks_that_begin_and_end_while_other_threads_import_leave_nothing_behind(model: Path) -> None:
+    names = ["transformers.auto", "transformers.pipelines", "diffusers.models.model_loading_utils", "accelerate.utils.modeling"]
+
+    def load(number: int) -> bool:
+        with headrace.patch():
+            importlib.import_module(names[number % len(names)])
+            return not wrong(safetensors.torch.load_file(model / "model-1.safetensors"), CONTENTS)
+
+    for _ in range(4):
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(load, range(16)))
+        assert modeling().safe_open is sys.modules["accelerate.utils.modeling"].safe_open is SAFE_OPEN  # type: ignore[attr-defined]
+        assert sys.modules["accelerate.utils.modeling"].safe_load_file is LOAD_FILE  # type: ignore[attr-defined]
+        for name in [name for name in sys.modules if name.partition(".")[0] in FAMILIES]:
+            del sys.modules[name]
+
+
+def test_without_safetensors_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(OptionError, match="pip install safetensors torch"), headrace.patch():
+        pass
+
+
 def test_an_error_goes_through_and_everything_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
     library = modeling()
     with pytest.raises(OSError, match="is no folder"), headrace.patch():

@@ -17,8 +17,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, Final
 
@@ -26,6 +24,7 @@ from typing_extensions import Self
 
 import headrace
 from headrace.errors import OptionError
+from headrace.integrations._importing import AdaptingFinder
 from headrace.integrations._reading import PatchReport, Record, make_load_file, make_safe_open
 from headrace.integrations.views import StandIn, check_url, is_store_url
 
@@ -136,6 +135,7 @@ class Patch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _installation.leave(self)
+        self._stand_ins = {}  # and the connections that they hold
         if self.report.tensors:
             log.info("%s", self.report)
         elif kind is None:
@@ -157,7 +157,7 @@ class _Installation:
         self._patches: list[Patch] = []
         self._swaps: list[tuple[Any, Any]] = []  # (what was there, what is there now)
         self._methods: list[tuple[type, str, Any, Any]] = []  # (class, name, what was there, what is there now)
-        self._finder = _Finder(self.adapt)
+        self._finder = AdaptingFinder(FAMILIES, self.adapt)
 
     # Openings, for what is replaced.
 
@@ -184,10 +184,11 @@ class _Installation:
     # Coming and going.
 
     def enter(self, patch: Patch) -> None:
+        safetensors = _imported()  # before the lock: threads that import wait for it while they hold the locks of modules
         with self._lock:
             if not self._patches:
                 try:
-                    self._install()
+                    self._install(safetensors)
                 except BaseException:
                     self._restore()
                     raise
@@ -199,14 +200,7 @@ class _Installation:
             if not self._patches:
                 self._restore()
 
-    def _install(self) -> None:
-        try:
-            import safetensors
-            import safetensors.torch
-        except ImportError as exc:
-            raise OptionError(
-                f"headrace.patch() needs safetensors and torch ({exc}); pip install safetensors torch", option="patch"
-            ) from exc
+    def _install(self, safetensors: Any) -> None:
         self._swaps = [
             (safetensors.safe_open, make_safe_open(self, safetensors.safe_open)),
             (safetensors.torch.load_file, make_load_file(self)),
@@ -222,7 +216,7 @@ class _Installation:
             if kind.__dict__.get(name) is now:
                 setattr(kind, name, before)
         back = [(now, before) for before, now in self._swaps]
-        for module in _modules(None):
+        for module in (*_modules(("safetensors",)), *_modules(None)):  # the source of the names first
             _swap(module, back)
         self._methods, self._swaps = [], []
 
@@ -263,6 +257,17 @@ class _Installation:
             setattr(kind, name, now)
 
 
+def _imported() -> ModuleType:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as exc:
+        raise OptionError(
+            f"headrace.patch() needs safetensors and torch ({exc}); pip install safetensors torch", option="patch"
+        ) from exc
+    return safetensors
+
+
 def _wrapped(function: Callable[..., Any], names: Sequence[str], local: Callable[[Any], Any]) -> Callable[..., Any]:
     """The function, with urls of models among its arguments, positional or of these names, replaced by local folders."""
 
@@ -287,45 +292,6 @@ def _modules(families: Sequence[str] | None) -> Iterator[ModuleType]:
     for name, module in list(sys.modules.items()):
         if hasattr(module, "__dict__") and (families is None or name.partition(".")[0] in families):
             yield module
-
-
-class _Finder(MetaPathFinder):
-    """Finds what the others find, and has modules of the libraries adapted once they are loaded."""
-
-    def __init__(self, adapt: Callable[[ModuleType], None]) -> None:
-        self._adapt = adapt
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in FAMILIES:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _AdaptingLoader(spec.loader, self._adapt)
-                return spec
-        return None
-
-
-class _AdaptingLoader(Loader):
-    """Loads as another loader does, and stands back before the module's code runs, which then sees that one."""
-
-    def __init__(self, loader: Any, adapt: Callable[[ModuleType], None]) -> None:
-        self._loader, self._adapt = loader, adapt
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._adapt(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 _installation = _Installation()
