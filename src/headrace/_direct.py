@@ -35,6 +35,20 @@ class Choice(NamedTuple):
     warns: bool = False
 
 
+def verdict_for(source: LocalSource, device: Device) -> Verdict:
+    """What was, or now is, found out about the library for a file and a device."""
+    made = cast(Any, device)
+    runtime = getattr(made, "runtime", None)
+    if runtime is None:
+        return Verdict(False, f"no library reads files into the memory of {device.name}")
+    gpu = Gpu(runtime.path, runtime.prefix, made.index, device.name)
+    libraries = getattr(made, "direct_libraries", None) or find_libraries(runtime.prefix)
+    try:
+        return verdict_of(source, gpu, libraries)
+    except OSError as exc:
+        return Verdict(False, f"{source.url} cannot be opened again: {exc}")
+
+
 class DirectRoute:
     """The direct route of one load.
 
@@ -102,24 +116,12 @@ class DirectRoute:
             return Choice(False, reason, nothing, self._demand == "require")
         if not hasattr(source, "reopen"):
             return Choice(False, "only files of this machine can be", nothing, self._demand == "require")
-        verdict = self._verdict(cast(LocalSource, source))
+        try:
+            verdict = verdict_for(cast(LocalSource, source), self._open_device())
+        except DeviceError as exc:
+            verdict = Verdict(False, str(exc))
         used, reason = choose_direct(self._demand, ability, usable=verdict.usable, mode=verdict.mode, reason=verdict.reason)
         return Choice(used, reason, verdict, not used and verdict.is_fallback)
-
-    def _verdict(self, source: LocalSource) -> Verdict:
-        try:
-            device = cast(Any, self._open_device())
-        except DeviceError as exc:
-            return Verdict(False, str(exc))
-        runtime = getattr(device, "runtime", None)
-        if runtime is None:
-            return Verdict(False, f"no library reads files into the memory of {device.name}")
-        gpu = Gpu(runtime.path, runtime.prefix, device.index, device.name)
-        libraries = getattr(device, "direct_libraries", None) or find_libraries(runtime.prefix)
-        try:
-            return verdict_of(source, gpu, libraries)
-        except OSError as exc:
-            return Verdict(False, f"{source.url} cannot be opened again: {exc}")
 
     def _opened(self, sources: Sequence[ByteSource], choices: Sequence[Choice]) -> list[Choice]:
         """Open the library and register the files. What it refuses goes the other way."""

@@ -341,8 +341,9 @@ class _ShardPlanner:
     def _is_congruent(self, first: int, last: int) -> bool:
         """Whether memory is laid out so that addresses and file offsets agree modulo a page.
 
-        On the host where tensors lie well then. On a device for libraries of direct storage, which take pages of the file to pages
-        of its memory and all else by a detour; tensors that do not lie well are copied once more, which takes the device no time.
+        On the host where tensors lie well then. On a device for libraries of direct storage, which take pages of the file to
+        pages of its memory and all else by a detour; tensors that do not lie well are copied once more, at the device's own
+        speed.
         """
         return self._is_aligned(first, last) if self.staging is None else self.ability.direct_nbytes > 0
 

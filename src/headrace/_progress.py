@@ -34,8 +34,8 @@ class Snapshot:
         pinned: whether all of it that was used is page-locked; None where there is none. `pinned_how`: how, or why not.
         device_copies, sent_nbytes: copies from the host to the device, and their bytes.
         device_peak_nbytes: most device memory of tensors that had not been handed out yet.
-        gds: how direct storage served, told by its library's statistics when the load is over: 'gds(p2p): ...', 'gds(compat): ...',
-            'gds(mixed): ...', 'gds: ...' where it does not tell, or 'staged: ' and why; empty where it was not asked for.
+        gds: how direct storage served, told by its library's statistics when the load is over: 'gds(p2p): ...', 'gds(compat):
+            ...', 'gds(mixed): ...', 'gds: ...' where it does not tell, or 'staged: ' and why; empty where it was not asked for.
         gds_nbytes: bytes that the library read into the device's memory; part of `direct_nbytes`.
         kept_nbytes: memory of tensors that the caller still held when the load had to go on without it.
         rank, ranks: this rank, and how many load together; `read_nbytes` counts what this one read.

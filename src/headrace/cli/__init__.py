@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 import headrace
 from headrace.cli._arguments import PATH_MEANS
 from headrace.cli._bench import bench
+from headrace.cli._doctor import doctor
 from headrace.cli._exits import EXIT_CODES, endings, exit_on_interrupt, speak_plainly
 from headrace.cli._inspect import inspect
 from headrace.cli._load import load
@@ -57,6 +58,7 @@ for _command in (inspect, plan, load, bench):
     app.command(cls=_Command, epilog=PATH_MEANS)(_command)
 app.command(cls=_Command)(pull)
 app.command(cls=_Command)(verify)
+app.command(cls=_Command)(doctor)
 
 
 def _show_version(wanted: bool) -> None:

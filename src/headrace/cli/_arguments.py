@@ -49,6 +49,12 @@ DirectIO: TypeAlias = Annotated[
         "--direct-io", metavar="auto|on|off", help="Read past the page cache; auto: what is not cached.  [default: auto]"
     ),
 ]
+Gds: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--gds", metavar="off|auto|require", help="Read files straight into a GPU's memory (cuFile, hipFile).  [default: off]"
+    ),
+]
 Device: TypeAlias = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda[:N]", help="Where the tensors go; cuda is the current GPU.")
 ]
@@ -71,6 +77,7 @@ def request(
     concurrency: Concurrency = None,
     memory_limit: MemoryLimit = None,
     direct_io: DirectIO = None,
+    gds: Gds = None,
     device: Device = "cpu",
 ) -> dict[str, Any]:
     """The arguments of `headrace.plan` and `headrace.stream`.
@@ -86,6 +93,7 @@ def request(
         "concurrency": concurrency,
         "memory_limit": memory_limit,
         "direct_io": direct_io,
+        "gds": gds,
         "device": device,
     }
 

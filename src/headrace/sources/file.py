@@ -291,6 +291,11 @@ class FileSource:
                     self.direct_refused = f"{self._filesystem} cannot open it with O_DIRECT: {exc.strerror}"
             return self._direct
 
+    @property
+    def filesystem(self) -> str:
+        """'ext4', 'tmpfs', ...; f_type in hexadecimal where headrace does not know it as local."""
+        return self._filesystem
+
     @functools.cached_property
     def _filesystem(self) -> str:
         descriptor = self._descriptor
@@ -515,6 +520,11 @@ def filesystem_name(fd: int) -> str:
     if _libc().fstatfs(ctypes.c_int(fd), answer):
         return "an unknown filesystem"
     return _LOCAL_FILESYSTEMS.get(answer[0], f"filesystem {answer[0]:#x}")
+
+
+def cached_share(fd: int, nbytes: int) -> float | None:
+    """Which part of an open file's first bytes is in the page cache, by cachestat; None where the kernel does not have it."""
+    return _cachestat_share(fd, 0, nbytes) if nbytes else 0.0
 
 
 def is_local_filesystem(name: str) -> bool:

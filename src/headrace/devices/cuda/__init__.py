@@ -8,6 +8,6 @@ same code in a test and on a GPU.
 
 from headrace.devices.cuda._device import Allocator, CudaDevice
 from headrace.devices.cuda._runtime import Runtime, mapped_library
-from headrace.devices.cuda._torch import open_device
+from headrace.devices.cuda._torch import open_device, visible_gpus
 
-__all__ = ["Allocator", "CudaDevice", "Runtime", "mapped_library", "open_device"]
+__all__ = ["Allocator", "CudaDevice", "Runtime", "mapped_library", "open_device", "visible_gpus"]

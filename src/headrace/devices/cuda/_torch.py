@@ -48,6 +48,14 @@ def _open(index: int) -> CudaDevice:
     return CudaDevice(Runtime(path, prefix=prefix, device=name), TorchAllocator(index), index=index, name=name)
 
 
+def visible_gpus() -> list[tuple[str, int]]:
+    """(name, bytes of memory) of every GPU that torch can use."""
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [(properties.name, properties.total_memory) for properties in found]
+
+
 class TorchAllocator:
     """See `Allocator`."""
 
