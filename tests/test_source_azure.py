@@ -821,6 +821,8 @@ def test_what_are_no_credentials_is_refused() -> None:
         {"account_key": "no base64: SECRET"},
         {"connection_string": "SECRET"},
         {"sas_token": ""},
+        {"sas_token": "SECRET"},
+        {"sas_token": "?sv=1&sig=&se=SECRET"},
     ],
 )
 def test_credentials_that_cannot_be_meant_are_refused(several: dict[str, Any]) -> None:

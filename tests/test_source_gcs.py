@@ -719,6 +719,7 @@ def test_nobody_to_ask_as_is_an_error_that_says_what_to_do(monkeypatch: pytest.M
         {"token": "t" * 20, "impersonate": ACCOUNT},
         {"credential_file": "a", "access_key_id": "A", "secret_access_key": HMAC_SECRET},
         {"token": "two words of SECRET"},
+        {"google_credentials": "SECRET"},
     ],
 )
 def test_credentials_that_cannot_be_meant_are_refused(given: dict[str, Any]) -> None:

@@ -1281,7 +1281,8 @@ def test_an_answer_is_accepted_only_if_it_is_right(
         ("https://u:p@h/x#f", "https://h/x"),
         ("https://h/x?versionId=3&X-Amz-Signature=s", "https://h/x?versionId=3&X-Amz-Signature=REDACTED"),
         ("https://a.blob.core.windows.net/c/b?sv=1&sig=s%2B", "https://a.blob.core.windows.net/c/b?sv=REDACTED&sig=REDACTED"),
-        ("https://h/x?token", "https://h/x?token=REDACTED"),
+        ("https://h/x?token", "https://h/x?REDACTED"),
+        ("https://h/x?a=1&token&versionid=2", "https://h/x?a=REDACTED&REDACTED&versionid=2"),
         ("https://h/gr%C3%B6%C3%9Fe%20", "https://h/gr%C3%B6%C3%9Fe%20"),
     ],
 )

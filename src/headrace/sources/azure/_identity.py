@@ -12,6 +12,7 @@ import base64
 import binascii
 import importlib
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -98,6 +99,8 @@ class AzureCredentials:
             raise OptionError(f"{empty[0]} is empty; leave it out to have it from the environment", option="credentials")
         if self.account_key is not None:
             _check_key(self.account_key)
+        if self.sas_token is not None:
+            _check_sas(self.sas_token)
         if self.connection_string is not None:
             parse_connection_string(self.connection_string)
 
@@ -172,8 +175,15 @@ def _asker(place: Place, key: str | None, sas: str | None, anonymous: bool, cred
     if key is not None:
         return Asker(way="key", place=place, secret=_check_key(key))
     if sas is not None:
-        return Asker(way="sas", place=place, secret=normalise_sas(sas))
+        return Asker(way="sas", place=place, secret=_check_sas(sas))
     return Asker(way="default" if credential is None else "token", place=place, token_credential=credential)
+
+
+def _check_sas(token: str) -> str:
+    normal = normalise_sas(token)
+    if not re.search(r"(^|&)sig=[^&]", normal):
+        raise OptionError("the SAS token has no signature, sig=... (it is not shown)", option="sas_token")
+    return normal
 
 
 def _check_key(key: str) -> str:

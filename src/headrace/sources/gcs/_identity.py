@@ -72,6 +72,9 @@ class GcsCredentials:
             raise OptionError(f"{' and '.join(self.ways)} are two ways to say who asks; give one", option="credentials")
         if self.impersonate and self.ways and self.ways[0] in ("token", "access_key_id", "anonymous"):
             raise OptionError(f"{self.ways[0]} cannot impersonate another account", option="credentials")
+        if self.google_credentials is not None and not hasattr(self.google_credentials, "before_request"):
+            kind = type(self.google_credentials).__name__
+            raise OptionError(f"google_credentials is an object of google-auth, not {kind}", option="credentials")
         if self.token and not re.fullmatch(r"[\x21-\x7e]+", self.token):
             raise OptionError("the token has characters that no token has (it is not shown)", option="credentials")
 

@@ -269,10 +269,17 @@ def public_url(url: str) -> str:
     except ValueError:
         return "a url that cannot be read"  # and so nobody knows where its secrets are
     pairs = parse_qsl(parts.query, keep_blank_values=True)
-    query = "&".join(f"{quote(name)}={quote(value) if name.lower() in _PLAIN_QUERY else HIDDEN}" for name, value in pairs)
+    query = "&".join(_public_pair(name, value) for name, value in pairs)
     if parts.query and not pairs:
         query = HIDDEN
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, ""))
+
+
+def _public_pair(name: str, value: str) -> str:
+    """A name without a value may be the secret itself."""
+    if name.lower() in _PLAIN_QUERY:
+        return f"{quote(name)}={quote(value)}"
+    return f"{quote(name)}={HIDDEN}" if value else HIDDEN
 
 
 def scrub(store: StoreError, secrets: Iterable[str]) -> StoreError:
@@ -293,5 +300,5 @@ SECRET_HEADERS: Final = frozenset({"authorization", "cookie", "proxy-authorizati
 
 def secrets_of(headers: Mapping[str, str], url: str) -> list[str]:
     """Header values and query values that must not be shown."""
-    query = [value for _, value in parse_qsl(urlsplit(url).query)]
+    query = [value or name for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True)]
     return query + [value for name, value in headers.items() if name.lower() in SECRET_HEADERS or "key" in name.lower()]
