@@ -142,6 +142,14 @@ def test_what_a_checkpoint_is_called_holds_no_secret() -> None:
                 assert SIGNATURE not in text
 
 
+def test_a_file_where_a_divided_checkpoint_should_be_is_named_without_secrets() -> None:
+    with SignedServer({"/m/x.safetensors": SHARD}) as server:
+        with pytest.raises(OptionError, match=r"/m/x\.safetensors: ") as caught:
+            headrace.open_sharded(signed(server, "/m/x.safetensors"), rank=0)
+        assert PASSWORD not in str(caught.value)
+        assert SIGNATURE not in str(caught.value)
+
+
 @pytest.mark.parametrize("use", ["load", "pull", "pull to", "verify to", "manifest"])
 @pytest.mark.parametrize("scheme", ["htps", "sftp", "https", "http://["])
 def test_urls_that_are_refused_are_shown_without_secrets(use: str, scheme: str, tmp_path: Path) -> None:
