@@ -7,6 +7,6 @@ and in time, nothing is written but the files asked for, and page cache is dropp
 """
 
 from headrace._bench._measure import Settings, measure
-from headrace._bench._report import Figure, Report, Run
+from headrace._bench._report import Figure, Report, Run, as_trace
 
-__all__ = ["Figure", "Report", "Run", "Settings", "measure"]
+__all__ = ["Figure", "Report", "Run", "Settings", "as_trace", "measure"]

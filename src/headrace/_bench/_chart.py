@@ -26,6 +26,7 @@ _STAGES = {  # how a stage is drawn, and what it is called
 _PART, _LOAD, _RIVAL, _LINE = "#BBBBBB", "#0072B2", "#E69F00", "#333333"
 _WIDTH_INCHES, _BAR_INCHES, _TRACK_INCHES = 10.5, 0.3, 0.26
 _MOST_TRACKS = 24
+_MOST_RATIO = 50  # of the longest bar to the shortest; beyond that the short ones could not be seen
 
 
 class _Bar(NamedTuple):
@@ -33,6 +34,7 @@ class _Bar(NamedTuple):
     rate: float
     colour: str
     ceiling: float = 0.0
+    share: str = ""
 
 
 def draw(report: Report, path: str | os.PathLike[str]) -> None:
@@ -83,7 +85,7 @@ def _bars(report: Report) -> list[_Bar]:
         for figure in report.figures
         if figure.rate
     ]
-    loads = [_Bar(f"load, {run.name}", run.rate, _LOAD, run.ceiling) for run in report.runs if run.rate]
+    loads = [_Bar(f"load, {run.name}", run.rate, _LOAD, run.ceiling, run.share_text) for run in report.runs if run.rate]
     rivals = [
         _Bar(f"compared: {run.name}", run.rate, _LOAD if run.name == "headrace" else _RIVAL) for run in report.rivals if run.rate
     ]
@@ -93,17 +95,24 @@ def _bars(report: Report) -> list[_Bar]:
 def _draw_bars(axis: Any, bars: Sequence[_Bar]) -> None:
     rates = [bar.rate / 1e9 for bar in bars]
     axis.barh(range(len(bars)), rates, color=[bar.colour for bar in bars], height=0.7)
-    longest = max([*rates, *(bar.ceiling / 1e9 for bar in bars)], default=1.0)
+    longest, shortest = max([*rates, *(bar.ceiling / 1e9 for bar in bars)], default=1.0), min(rates, default=1.0)
+    logarithmic = longest > _MOST_RATIO * shortest
     for row, bar in enumerate(bars):
         text, at = _rate_text(bar.rate), bar.rate / 1e9
         if bar.ceiling:
             axis.plot([bar.ceiling / 1e9] * 2, [row - 0.42, row + 0.42], color=_LINE, linewidth=2)
-            text, at = f"{text}, {bar.rate / bar.ceiling:.0%} of its ceiling", max(at, bar.ceiling / 1e9)
-        axis.text(at + longest * 0.01, row, text, va="center", fontsize=8)
+            text, at = f"{text}, {bar.share} of its ceiling", max(at, bar.ceiling / 1e9)
+        axis.text(at * 1.08 if logarithmic else at + longest * 0.01, row, text, va="center", fontsize=8)
     axis.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=8)
     axis.set_ylim(len(bars) - 0.4, -0.6)
-    axis.set_xlim(0, longest * 1.28)
-    axis.set_xlabel("GB/s; grey: the parts, each measured alone; blue: loads; |: what the parts allow", fontsize=8)
+    if logarithmic:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlim(shortest / 3, longest * (longest / shortest) ** 0.3)
+    else:
+        axis.set_xlim(0, longest * 1.28)
+    unit = "GB/s on a logarithmic scale" if logarithmic else "GB/s"
+    axis.set_xlabel(f"{unit}; grey: the parts, each measured alone; blue: loads; |: what the parts allow", fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -140,11 +149,14 @@ def _draw_timeline(axis: Any, tracks: Mapping[str, Sequence[Mapping[str, Any]]],
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     if run is not None:
-        axis.set_title(f"the load ({run.name}), {format_nbytes(run.nbytes)}", fontsize=9, loc="left", pad=22)
+        ending = ", stopped when its time was up" if run.cut_short else ""
+        axis.set_title(f"the load ({run.name}), {format_nbytes(run.nbytes)}{ending}", fontsize=9, loc="left", pad=22)
     patches = [axis.barh(0, 0, color=colour, label=label) for stage, (colour, label) in _STAGES.items() if stage in used]
     if patches:
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(patches), fontsize=8, frameon=False, borderaxespad=0)
 
 
 def _shortened(url: str, most: int = 110) -> str:
-    return url if len(url) <= most else f"…{url[-most + 1 :]}"
+    first, _, others = url.partition(", ")
+    text = f"{first}, and others" if others else first
+    return text if len(text) <= most else f"…{text[-most + 1 :]}"

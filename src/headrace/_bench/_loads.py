@@ -25,11 +25,13 @@ def load(
     keep: bool,
     seconds: float,
     progress: Callable[[Snapshot], None] | None,
-    trace: str | os.PathLike[str] | None = None,
 ) -> tuple[Run, Events]:
-    """Load once, and drop or keep the tensors. Returns the run and the events of its trace, which is also left at `trace`."""
+    """Load once, and drop or keep the tensors. Returns the run and the events of its trace."""
+    import headrace._engine  # imported before the clock starts: a program that loads has done so
+    import headrace.devices.cpu  # noqa: F401
+
     with TemporaryDirectory() as folder:
-        path = Path(trace if trace is not None else Path(folder, "trace.json"))
+        path = Path(folder, "trace.json")
         run = _timed(name, {**arguments, "progress": progress, "trace": path}, keep, seconds)
         events = json.loads(path.read_text())["traceEvents"]
     return _with_stages(run, events), events

@@ -71,6 +71,11 @@ class Run:
         """Of the ceiling; 0 where that is not known."""
         return self.rate / self.ceiling if self.ceiling else 0.0
 
+    @property
+    def share_text(self) -> str:
+        """'57%'. What is far above the ceiling was measured in a quieter moment than the parts were."""
+        return f"{self.share:.0%}" if self.share <= 1.2 else "over 100%"
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -114,6 +119,11 @@ class Report:
             "bottleneck": self.bottleneck,
             "verdict": self.verdict,
         }
+
+
+def as_trace(report: Report) -> dict[str, Any]:
+    """The timeline as the content of a trace file."""
+    return {"traceEvents": list(report.timeline), "displayTimeUnit": "ms"}
 
 
 def best(figures: Sequence[Figure], *kinds: str) -> Figure | None:

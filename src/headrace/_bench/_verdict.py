@@ -139,12 +139,12 @@ def _words(run: Run, report: Report) -> dict[str, object]:
 
 
 def _what_was_measured(run: Run, report: Report) -> str:
-    part = " before its time was up" if run.cut_short else ""
-    text = f"The load ({run.name}) read {format_nbytes(run.nbytes)}{part} in {run.seconds:.2f} s, {_rate(run.rate)}"
+    part = ", when its time was up" if run.cut_short else ""
+    text = f"The load ({run.name}) read {format_nbytes(run.nbytes)} in {run.seconds:.2f} s{part}, {_rate(run.rate)}"
     if not run.ceiling:
         return f"{text}."
     source = _SOURCES[_source_of(run, report)]
-    return f"{text}: {run.share:.0%} of what {source} gave to a loop that only reads ({_rate(run.ceiling)})."
+    return f"{text}: {run.share_text} of what {source} gave to a loop that only reads ({_rate(run.ceiling)})."
 
 
 def _where_time_went(run: Run) -> list[str]:

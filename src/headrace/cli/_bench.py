@@ -54,11 +54,12 @@ def bench(
     plot: Plot = None,
     trace: Trace = None,
 ) -> None:
-    """Measure the parts of a load, then the load, and say what the bottleneck is.
+    """Measure what a load could do here, and what holds it up.
 
-    Storage or network, memory, casts and copies to a GPU are measured one by one. Nothing is written but the files asked for.
+    Storage or network, memory, casts and copies to a GPU are measured one by one, then the load. Nothing is written but the
+    files asked for.
     """
-    from headrace._bench import Settings, measure
+    from headrace._bench import Settings, as_trace, measure
     from headrace._bench._chart import check_drawable, draw
     from headrace._bench._rivals import parse_names
 
@@ -66,12 +67,14 @@ def bench(
         check_drawable()
     for file in (json_file, plot, trace):
         _check_writable(file)
-    settings = Settings(limit_nbytes=_nbytes(limit), seconds=seconds, cold=cold, against=parse_names(against or ""), trace=trace)
+    settings = Settings(limit_nbytes=_nbytes(limit), seconds=seconds, cold=cold, against=parse_names(against or ""))
     with _telling() as tell:
         report = measure(arguments, settings, say=tell)
     _print_report(report, Screen())
     if json_file is not None:
         Path(json_file).write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if trace is not None:
+        Path(trace).write_text(json.dumps(as_trace(report)))
     if plot is not None:
         draw(report, plot)
     for file, what in ((json_file, "figures"), (plot, "picture"), (trace, "trace for https://ui.perfetto.dev")):
@@ -113,13 +116,8 @@ def _telling() -> Iterator[Callable[[str], None]]:
 
 
 def _print_report(report: Report, screen: Screen) -> None:
-    used = nbytes_text(report.used_nbytes)
-    screen.pairs(
-        [
-            ("source", f"{report.url}, {nbytes_text(report.total_nbytes)} to read, at most {used} of it in each step"),
-            ("machine", report.machine),
-        ]
-    )
+    part = "" if report.used_nbytes == report.total_nbytes else f", at most {nbytes_text(report.used_nbytes)} of it in each step"
+    screen.pairs([("source", f"{report.url}, {nbytes_text(report.total_nbytes)} to read{part}"), ("machine", report.machine)])
     screen.line()
     screen.table(
         (Column("each part alone"), Column("at a time", True), Column("rate", True), Column("", folds=True)),
@@ -154,5 +152,5 @@ def _figure_row(figure: Figure) -> tuple[str, str, str, str]:
 def _run_row(name: str, run: Run) -> tuple[str, str, str, str, str]:
     if run.skipped:
         return name, "", "", "skipped", ""
-    share = f"{run.share:.0%} of {rate_text(run.ceiling)}" if run.ceiling else ""
+    share = f"{run.share_text} of {rate_text(run.ceiling)}" if run.ceiling else ""
     return name, nbytes_text(run.nbytes), seconds_text(run.seconds), rate_text(run.rate), share

@@ -40,7 +40,7 @@ def verify(
     concurrency: Concurrency = None,
     as_json: Json = False,
 ) -> None:
-    """Check every byte of a checkpoint against a manifest, or against the digests that the hub knows.
+    """Check every byte against a manifest or the hub's digests.
 
     With --write or --out it writes a manifest of the files as they are, for later checks and for verify= while loading.
     """
