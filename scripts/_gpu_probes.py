@@ -23,6 +23,7 @@ from pathlib import Path
 
 import _gpu_runtime as gpu
 from _gpu_cufile import direct_storage
+from _gpu_loads import loads
 from _gpu_runtime import D2D, D2H, H2D, Runtime
 
 Answers = dict[str, object]
@@ -350,6 +351,7 @@ FIGURES: dict[str, tuple[Probe, float]] = {
     "pin cost": (pin_cost, 40),
     "bus": (bus, 60),
     "direct storage": (direct_storage, 40),
+    "loads": (loads, 120),
 }
 
 

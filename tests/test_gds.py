@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -36,11 +37,13 @@ from checkpoints import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_gpu import Gpu, needs_compiler
+from typer.testing import CliRunner
 
 import headrace
 from headrace._header import parse_header
 from headrace._plan import DIRECT_NBYTES, Limits, SourceAbilities, Staging
 from headrace._planner import choose_direct, choose_route, leaves_headroom, make_plan
+from headrace.cli import app
 from headrace.errors import LoadError, OptionError, SourceChangedError, SourceError, SourceTimeoutError, TruncatedError
 from headrace.sources import gds
 from headrace.sources.file import FileSource
@@ -899,3 +902,28 @@ def test_reopening_gives_the_same_inode_whatever_lies_at_the_path(tmp_path: Path
     source.close()
     with pytest.raises(SourceError):
         source.reopen(os.O_RDONLY)
+
+
+def test_the_acceptance_on_a_gpu_compares_loads_by_both_routes(
+    lazy: Direct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    probe = importlib.import_module("_gpu_loads")
+    monkeypatch.setattr(probe, "NBYTES", 4 * MIB)
+    answers = probe.measured(tmp_path, lazy.device)
+    for state in ("cold", "cached"):
+        assert answers[f"{state}, gds=off"].startswith("equal, ")
+        assert answers[f"{state}, gds=require"].startswith("equal, ")
+        assert (answers[f"{state}, gds=off, route"], answers[f"{state}, gds=require, route"][:8]) == ("staged", "gds(p2p)")
+        assert answers[f"{state}: use"] in ("gds", "the ring")
+    another = SimulatedCuFile(tmp_path, lazy.gpu.runtime, name="libcufile.so.9")
+    another.faults(open_error=5033)
+    lazy.device.direct_libraries = (str(another.path),)
+    assert "NVFS_SETUP_ERROR" in probe.measured(tmp_path, lazy.device)["cold, gds=require"]
+
+
+def test_the_command_line_takes_gds(tmp_path: Path) -> None:
+    path = str(model(tmp_path, SMALL))
+    result = CliRunner().invoke(app, ["plan", path, "--gds", "require"])
+    assert result.exit_code == 2
+    assert CliRunner().invoke(app, ["plan", path, "--gds", "auto"]).exit_code == 0
