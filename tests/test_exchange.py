@@ -174,6 +174,50 @@ def test_slices_are_read_by_each_rank_and_the_rest_by_one(folder: Path) -> None:
     assert sum(read for _, read in found) == headrace.plan(folder).read_nbytes
 
 
+CUTS = {  # by rank, of 3
+    "columns": [(slice(None), slice(0, 100)), (slice(None), slice(100, 101)), (slice(None), slice(101, None))],
+    "parts": [(slice(None), headrace.Parts([(i, i + 100), (500 + i, 600 + i)])) for i in (0, 100, 200)],
+    "whole, rows, none": [..., slice(3, 70), slice(0, 0)],
+    "rows that overlap": [slice(0, 200), slice(100, 250), slice(0, 3)],
+}
+
+
+def load_cuts(rank: int, path: Path, one_node: bool, cut: str, arguments: dict[str, Any]) -> tuple[dict[str, bytes], int, int]:
+    """Slices that overlap in the file; tensors that are given for some of them."""
+    if not one_node:
+        alone(load)
+    names = [f"{shard}.layer.{i}.weight" for shard in range(2) for i in range(8)]
+    index = CUTS[cut][rank]
+    slices = {name: index for name in names if index is not ...}
+    given = {}
+    if index is not ...:
+        like = headrace.load(path, names=names[:1], slices={names[0]: index})[names[0]]
+        given = {names[0]: torch.zeros_like(like, dtype=torch.float32)}
+    with headrace.stream(path, group=True, slices=slices, into=given, **arguments) as tensors:
+        found = dict(tensors)
+    assert all(found[name] is tensor for name, tensor in given.items())
+    return {name: bytes_of(tensor) for name, tensor in found.items()}, tensors.stats.read_nbytes, tensors.stats.peak_nbytes
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_slices_that_overlap_in_the_file_are_read_once(folder: Path, one_node: bool, cut: str) -> None:
+    dtype = {"*.3.weight": "float32", "*.table": "int64"}
+    for policy in ("chunks", "files") if cut == "columns" else ("chunks",):
+        found = values(run_ranks(3, load_cuts, folder, one_node, cut, {"dtype": dtype, "partition": policy, "memory_limit": 0}))
+        whole = headrace.load(folder, dtype=dtype)
+        for rank, (tensors, _, _) in enumerate(found):
+            index = CUTS[cut][rank]
+            for name, tensor in whole.items():
+                expected = tensor
+                if name.endswith(".weight") and index is not ...:
+                    expected = headrace.load(folder, names=[name], slices={name: index}, dtype=dtype)[name]
+                    expected = expected.float() if name == "0.layer.0.weight" else expected
+                assert tensors[name] == bytes_of(expected), (rank, name)
+        read = sum(read for _, read, _ in found)
+        assert read <= 1.02 * headrace.plan(folder).read_nbytes
+
+
 def keep_within_limit(_rank: int, path: Path) -> bool:
     """A caller that keeps everything, with little memory to read ahead."""
     with headrace.stream(path, group=True, memory_limit=0) as tensors:
@@ -217,6 +261,21 @@ def test_a_rank_that_stops_early_is_named_to_the_others(folder: Path, one_node: 
         error = error_of(outcomes[rank])
         assert isinstance(error, PeerError)
         assert error.rank == 1
+
+
+def stop_early_with_columns(rank: int, path: Path) -> None:
+    """Rank 1 goes while blocks are under way."""
+    with headrace.open(path) as checkpoint:
+        slices = headrace.tensor_parallel(checkpoint, rank, 3, {"*.weight": "rowwise"})
+        with headrace.stream(checkpoint, group=True, slices=slices, memory_limit=0) as tensors:
+            for count, _ in enumerate(tensors):
+                if rank == 1 and count == 3:
+                    break
+
+
+def test_a_rank_that_stops_early_is_named_where_blocks_are_read(folder: Path) -> None:
+    outcomes = run_ranks(3, stop_early_with_columns, folder)
+    assert [error_of(outcomes[rank]).rank for rank in (0, 2)] == [1, 1]  # type: ignore[attr-defined]
 
 
 def fail_reading(rank: int, path: Path, one_node: bool) -> None:

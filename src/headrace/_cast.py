@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from headrace._blocks import Cutout
 from headrace._dtypes import DTYPES
 from headrace._plan import Copy
 
@@ -38,6 +39,17 @@ def copy_out(slot: memoryview, memory: memoryview, position: int, copy: Copy) ->
     count = elements.numel()
     with torch.no_grad():
         torch.frombuffer(memory, dtype=target, count=count, offset=position).view(elements.shape).copy_(elements)
+
+
+def copy_cutout(block: memoryview, memory: memoryview, cutout: Cutout, copy: Copy) -> None:
+    """Copy a part of a block of rows into a tensor's memory, converting as `copy` says."""
+    keep_to_this_thread()
+    if not all(cutout.shape):
+        return
+    source, target = _torch_dtypes(copy)
+    taken = torch.frombuffer(block, dtype=source).as_strided(cutout.shape, cutout.source_strides, cutout.source)
+    with torch.no_grad():
+        torch.frombuffer(memory, dtype=target).as_strided(cutout.shape, cutout.target_strides, cutout.target).copy_(taken)
 
 
 def _torch_dtypes(copy: Copy) -> tuple[torch.dtype, torch.dtype]:

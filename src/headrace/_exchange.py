@@ -2,37 +2,44 @@
 
 All ranks have the same plan, and take its reads in the same order. Each read has an owner. The owner's reader fills its memory
 from the source, the others only provide theirs; then it is exchanged, on threads of their own while readers go on, and all of
-them finish the read. Slices are read by each rank for itself.
+them finish the read. Slices of whole rows are read by each rank for itself.
 
 Ranks of one node copy out of each other's memory (`_node`). Ranks of several broadcast over the group, and with every broadcast
 the owner says whether it is well: a rank that stops or fails keeps on taking part until it is its turn to say so, so that no
 rank waits for one that has gone.
+
+Tensors of which ranks take columns are read in blocks (`_blocks`), which are exchanged as they lie in the file; every rank takes
+its part out of each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from headrace import _node
-from headrace._filling import Hops, landing_nbytes
+from headrace._blocks import Blocks, Cutout
+from headrace._cast import copy_cutout
+from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._landing import Filling, Landing, Maker
 from headrace._node import FAILED, SLOTS, STOPPED, WELL, Leaving, NodeMemory, check_left
 from headrace._partition import assign_owners
 from headrace._peers import Peers
-from headrace._plan import Plan, Read, Span, format_nbytes
+from headrace._plan import Copy, Plan, Read, Span, format_nbytes
 from headrace._progress import Progress
+from headrace._staging import PAGE, Region
 from headrace.errors import PeerError
 from headrace.sources.base import ByteSource
 
 _BEAT_S: Final = 2.0
 _LEAVE_S: Final = 1.0  # how long `close` waits for this rank's turn to say that it stops
 _STATUS_NBYTES: Final = 512
+_ROOMS: Final = SLOTS + 2  # blocks that this rank has read and that were not exchanged yet
 
 
 def join_group(
@@ -40,28 +47,29 @@ def join_group(
     inner: Landing,
     plan: Plan,
     sources: Sequence[ByteSource],
-    sliced: Iterable[str],
+    sliced: frozenset[str],
+    blocks: Blocks,
     policy: str,
     progress: Progress,
 ) -> GroupLanding:
     """Agree with the other ranks on who reads what, and share the memory of `inner` with them.
 
     Args:
-        sliced: names of tensors that this rank takes a slice of; those that any rank slices are read by each for itself.
+        sliced: names of tensors that any rank takes a slice of; each rank reads them for itself.
+        blocks: those that are read in blocks instead.
         policy: see `share_reads`.
 
     Raises:
         PeerError: another rank failed, or is about to load something else.
     """
-    all_sliced = frozenset(name for names in peers.gather(sorted(sliced)) for name in names)
-    share = share_reads(plan, all_sliced, peers.rank, peers.size, policy)
-    peers.agree(plan=digest_of(plan, share))
+    share = share_reads(plan, sliced - blocks.names, peers.rank, peers.size, policy)
+    peers.agree(plan=digest_of(plan, share, blocks.names))
     slot_nbytes = max((landing_nbytes(plan.reads[i]) for i in share.rounds), default=0)
     node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s)
     if node is None:
         peers.connect()
     describe(progress, peers, plan, share, policy, over_memory=node is not None)
-    return GroupLanding(inner, _Exchange(plan, share, peers, node, progress), sources)
+    return GroupLanding(inner, _Exchange(plan, share, blocks, peers, node, progress), sources)
 
 
 class Report(Protocol):
@@ -77,6 +85,21 @@ class _Offer(NamedTuple):
     read: Read
     memory: list[memoryview]
     hops: Hops
+    part: _Part | None = None
+
+    def take_part(self, block: memoryview) -> None:
+        """What this rank takes out of a block, into its tensor."""
+        assert self.part is not None
+        for cutout in self.part.cutouts:
+            copy_cutout(block, self.part.memory, cutout, self.part.copy)
+
+
+class _Part(NamedTuple):
+    """What a rank takes out of a block: into which tensor's memory, and converted how."""
+
+    memory: memoryview
+    cutouts: list[Cutout]
+    copy: Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +153,19 @@ def describe(progress: Progress, peers: Peers, plan: Plan, share: Share, policy:
     )
 
 
-def digest_of(plan: Plan, share: Share) -> str:
-    """What all ranks must have in common: names, dtypes and shapes of what is exchanged, and the reads of it."""
+def digest_of(plan: Plan, share: Share, blocked: frozenset[str] = frozenset()) -> str:
+    """What all ranks must have in common: names, dtypes and shapes of what is exchanged, and the reads of it.
+
+    Of tensors that are read in blocks each rank may have a shape and a dtype of its own.
+    """
     tensors, seen = plan.tensors, hashlib.sha256()
     spans = {plan.reads[i].span for i in share.rounds}
     for index in sorted(spans):
         span = plan.spans[index]
         for row in range(span.first, span.last):
-            seen.update(
-                repr((tensors.names[row], tensors.dtypes[row], tuple(tensors.shapes[row]), tensors.positions[row])).encode()
-            )
+            name = tensors.names[row]
+            dense = (tensors.dtypes[row], tuple(tensors.shapes[row]), tensors.positions[row])
+            seen.update(repr((name, tensors.sources[row] if name in blocked else dense)).encode())
     for i, owner in zip(share.rounds, share.owners, strict=True):
         read = plan.reads[i]
         seen.update(repr((read.shard, read.offset, read.nbytes, read.position, read.copy, owner)).encode())
@@ -210,13 +236,20 @@ class _GroupFilling:
     def __init__(self, inner: Landing, exchange: _Exchange, sources: Sequence[ByteSource]) -> None:
         self._inner, self._exchange, self._sources = inner, exchange, sources
         self._filling = inner.filling()
-        self.close = self._filling.close
+        self._blocks = SlotFiller(exchange.plan, sources)
+
+    def close(self) -> None:
+        self._filling.close()
+        self._blocks.close()
 
     def fill(self, read: Read) -> Hops | None:
         k = self._exchange.round_of(read)
         try:
             if k is None:
                 return self._filling.fill(read)
+            if (read.span, read.position) in self._exchange.blocks.cutouts:
+                self._offer_block(k, read)
+                return None
             hops: Hops | None = Hops(received_nbytes=read.nbytes)
             owns = self._exchange.owns(k)
             if owns:
@@ -229,6 +262,28 @@ class _GroupFilling:
             raise
         return None
 
+    def _offer_block(self, k: int, read: Read) -> None:
+        """A block of rows: read into memory of its own where this rank owns it, and only the place for its part where not."""
+        part = self._part_of(read)
+        if not self._exchange.owns(k):
+            self._exchange.offer(k, _Offer(read, [], Hops(received_nbytes=read.nbytes), part))
+            return
+        room = self._exchange.rent(k)
+        if room is None:
+            return
+        data, hops = self._blocks.fill_slot(read, room.view)
+        self._sources[read.shard].check_unchanged()
+        counted = Hops(hops.direct_nbytes, read.nbytes)
+        self._exchange.offer(k, _Offer(read, [data], counted, part))
+
+    def _part_of(self, read: Read) -> _Part:
+        plan, blocks = self._exchange.plan, self._exchange.blocks
+        tensors, row = plan.tensors, blocks.rows[read.span]
+        whole = Read(read.shard, 0, tensors.nbytes[row], read.span, tensors.positions[row])
+        (memory,) = self._inner.memory_of(whole, touch=read.position == 0)
+        copy = Copy(tensors.sources[row], tensors.dtypes[row])
+        return _Part(memory, blocks.cutouts[read.span, read.position], copy)
+
 
 class _Exchange:
     """The rounds: of each, memory is offered by readers, exchanged, and reported as finished.
@@ -237,13 +292,21 @@ class _Exchange:
         report: the engine.
     """
 
-    def __init__(self, plan: Plan, share: Share, peers: Peers, node: NodeMemory | None, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, share: Share, blocks: Blocks, peers: Peers, node: NodeMemory | None, progress: Progress
+    ) -> None:
         self.report: Report | None = None
-        self._plan, self._share, self._peers, self._node, self._progress = plan, share, peers, node, progress
+        self.plan, self.blocks = plan, blocks
+        self._share, self._peers, self._node, self._progress = share, peers, node, progress
         self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
         self._own_rounds = [k for k, owner in enumerate(share.owners) if owner == peers.rank]
+        own_blocks = [k for k in self._own_rounds if plan.reads[share.rounds[k]].span in blocks.rows]
+        self._block_turns = {k: turn for turn, k in enumerate(own_blocks)}
+        self._room_nbytes = max((plan.reads[share.rounds[k]].nbytes for k in own_blocks), default=0)
+        self._rooms: list[Region | None] = [None] * _ROOMS  # made when they are first needed
         self._state = threading.Condition()  # guards what follows
         self._offers: dict[int, _Offer] = {}
+        self._blocks_sent = 0
         self._leaving: Leaving | None = None
         self._begun = False
         self._running = 0
@@ -285,6 +348,20 @@ class _Exchange:
                 self._offers[k] = offer
             self._state.notify_all()
 
+    def rent(self, k: int) -> Region | None:
+        """Memory for a block that this rank reads, until it has been exchanged. None when this rank takes no part any more.
+
+        In the order of the rounds: were a later block to have the memory that an earlier one waits for, none would go on.
+        """
+        turn = self._block_turns[k]
+        with self._state:
+            while self._blocks_sent <= turn - _ROOMS and self._leaving is None:
+                self._state.wait()
+            if self._leaving is not None:
+                return None
+        room = self._rooms[turn % _ROOMS] = self._rooms[turn % _ROOMS] or Region(self._room_nbytes + 2 * PAGE)
+        return room
+
     def leave(self, status: int, why: str, blamed: int | None = None) -> None:
         """Take no part any more but to say so. The first reason counts, and only while there is something left to do.
 
@@ -315,6 +392,7 @@ class _Exchange:
                 last = not self._running
             if last:
                 self._offers.clear()
+                self._rooms.clear()
                 if self._node is not None:
                     self._node.close()
                 self._peers.close()
@@ -341,6 +419,10 @@ class _Exchange:
             self._progress.to_peers_nbytes += nbytes * (self._peers.size - 1)
         else:
             self._progress.from_peers_nbytes += nbytes
+        if sent and offer.part is not None:
+            with self._state:
+                self._blocks_sent += 1
+                self._state.notify_all()
         assert self.report is not None, "the engine is told of what comes in"
         self.report.finish(offer.read, offer.hops)
 
@@ -353,6 +435,8 @@ class _Exchange:
             after = self._own_rounds[turn - SLOTS] + 1 if turn >= SLOTS else 0
             if offer is None or not self._node.send(turn, offer.memory, after=after):
                 return
+            if offer.part is not None:
+                offer.take_part(offer.memory[0])
             self._finish(offer, sent=True)
 
     def _receive_rounds(self) -> None:
@@ -361,11 +445,20 @@ class _Exchange:
         for k, owner in enumerate(self._share.owners):
             if owner != self._peers.rank:
                 offer = self._await_offer(k)
-                if offer is None or not self._node.receive(owner, turns[owner], offer.memory):
+                if offer is None or not self._receive(offer, owner, turns[owner]):
                     return
                 self._finish(offer, sent=False)
             turns[owner] += 1
             self._node.done(k + 1)
+
+    def _receive(self, offer: _Offer, owner: int, turn: int) -> bool:
+        assert self._node is not None
+        if offer.part is None:
+            return self._node.receive(owner, turn, offer.memory)
+        slot = self._node.filled_slot(owner, turn)
+        if slot is not None:
+            offer.take_part(slot[: offer.read.nbytes])
+        return slot is not None
 
     # -- over the group --------------------------------------------------------------------------------------------------------
 
@@ -374,14 +467,16 @@ class _Exchange:
             offer = self._await_offer(k)
             status = _status(self._leaving) if owner == self._peers.rank else _status(None)
             in_place = offer is not None and (owner == self._peers.rank or len(offer.memory) == 1)
-            scratch_nbytes = landing_nbytes(self._plan.reads[self._share.rounds[k]])
+            scratch_nbytes = landing_nbytes(self.plan.reads[self._share.rounds[k]])
             data = _joined(offer.memory) if offer and in_place else torch.empty(scratch_nbytes, dtype=torch.uint8)
             self._peers.broadcast([status, data], owner)
             if owner == self._peers.rank and offer is None:
                 return
             _check(status, owner)
             if offer is not None:
-                if not in_place:
+                if offer.part is not None:
+                    offer.take_part(data.numpy().data)
+                elif not in_place:
                     _divide(data, offer.memory)
                 self._finish(offer, sent=owner == self._peers.rank)
         # Everybody hears how everybody is: who fails after its last turn could not say so.

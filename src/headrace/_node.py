@@ -129,11 +129,20 @@ class NodeMemory:
 
     def receive(self, owner: int, turn: int, pieces: Sequence[memoryview]) -> bool:
         """Copy out of the slot of another rank's `turn`-th turn, once it has been filled. False and raises as `send`."""
-        ring = self._rings[owner]
-        if not self._wait(ring, lambda head: head.filled > turn):
+        slot = self.filled_slot(owner, turn)
+        if slot is None:
             return False
-        _copy(pieces, ring.slot(turn), out=True)
+        _copy(pieces, slot, out=True)
         return True
+
+    def filled_slot(self, owner: int, turn: int) -> memoryview | None:
+        """The slot of another rank's `turn`-th turn, once it has been filled, until `done`. None when this rank leaves instead.
+
+        Raises:
+            PeerError: another rank left, or is gone.
+        """
+        ring = self._rings[owner]
+        return ring.slot(turn) if self._wait(ring, lambda head: head.filled > turn) else None
 
     def done(self, rounds: int) -> None:
         """This rank needs nothing more of the first so many rounds."""

@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from headrace._blocks import Blocks, choose_blocked, in_blocks
 from headrace._checkpoint import Checkpoint
 from headrace._dtypes import DTYPES
 from headrace._header import TensorInfo
 from headrace._integrity import LearnedBlocks, VerifiedSource
 from headrace._interpreter import gc_paused, switching_fast
-from headrace._limits import abilities_of, resolve_limits, resolve_staging
+from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, resolve_limits, resolve_staging
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, Plan, SourceAbilities
 from headrace._planner import cast_on_device, make_plan
@@ -181,11 +182,14 @@ class Request:
                 f"mmap hands out views of the file, which cannot be {ownership}; leave one of the two out", option="mmap"
             )
         target = self._open_device()
+        sliced, blocked = self._join_slices(peers) if peers is not None and self.device_name == "cpu" else (frozenset(), {})
         destinations = self._destinations(into, target) if into is not None else {}
         in_place = self._hold_in_place(target)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
         sources = self.checkpoint.sources
+        chunks = [NETWORK_CHUNK_NBYTES if is_remote(source) else CHUNK_NBYTES for source in self.checkpoint.sources]
+        plan, blocks = in_blocks(plan, blocked, self.slices, chunks)
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += self.direct.degraded if self.direct is not None else []
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
@@ -194,7 +198,7 @@ class Request:
         _withhold_last(plan, sources)
         seen = sources if tracer is None else tracer.sources(sources)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
-        shared = self._share(peers, landing, plan, counters) if peers is not None else None
+        shared = self._share(peers, landing, plan, counters, sliced, blocks) if peers is not None else None
         plan = replace(plan, group=counters.group)
         job = Job(
             plan=plan,
@@ -373,7 +377,24 @@ class Request:
             compat=self.direct is not None and self.direct.compat,
         )
 
-    def _share(self, peers: Peers, landing: HostLanding | DeviceLanding, plan: Plan, counters: Progress) -> GroupLanding | None:
+    def _join_slices(self, peers: Peers) -> tuple[frozenset[str], dict[str, TensorInfo]]:
+        """What any rank slices, and which of that is read in blocks: of those this rank takes a slice too, be it all of it."""
+        slices = peers.gather(self.slices)
+        sliced = frozenset(name for each in slices for name in each)
+        infos = {name: self.checkpoint[name] for name in sorted(sliced)}
+        blocked = choose_blocked(infos, slices)
+        self.slices |= {name: ... for name in blocked if name not in self.slices}
+        return sliced, {name: infos[name] for name in infos if name in blocked}
+
+    def _share(
+        self,
+        peers: Peers,
+        landing: HostLanding | DeviceLanding,
+        plan: Plan,
+        counters: Progress,
+        sliced: frozenset[str],
+        blocks: Blocks,
+    ) -> GroupLanding | None:
         from headrace._exchange import join_group
         from headrace._landing import HostLanding
 
@@ -389,7 +410,7 @@ class Request:
 
             landing.relay = join_relay(peers, plan, self.checkpoint.sources, self.slices, policy, counters)
             return None
-        return join_group(peers, landing, plan, self.checkpoint.sources, self.slices, policy, counters)
+        return join_group(peers, landing, plan, self.checkpoint.sources, sliced, blocks, policy, counters)
 
     def _destinations(self, into: Into, target: HostTarget | Device) -> dict[str, Destination]:
         found: dict[str, Destination] = {}

@@ -1,0 +1,216 @@
+"""PURE: tensors of which the ranks of a group take columns, or parts that overlap: blocks of whole rows that one rank reads.
+
+Each rank reading its own columns would read nearly everything, since short pieces cost more than what lies between them. So such
+a tensor is divided into blocks of about a chunk, contiguous in the file and the same for all ranks; whoever owns one reads it,
+and every rank takes its part out of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, product
+from typing import NamedTuple, TypeAlias
+
+from headrace._dtypes import DTYPES
+from headrace._header import TensorInfo
+from headrace._plan import Plan, Read
+from headrace._slices import Index, Parts
+
+_Stretches: TypeAlias = list[tuple[int, int]]
+
+
+class Cutout(NamedTuple):
+    """A part of a block, and where it goes; everything is counted in elements.
+
+    Attributes:
+        shape: of the part.
+        source, source_strides: where it lies in the block.
+        target, target_strides: where it goes in the tensor's memory.
+    """
+
+    shape: tuple[int, ...]
+    source: int
+    source_strides: tuple[int, ...]
+    target: int
+    target_strides: tuple[int, ...]
+
+
+class _Block(NamedTuple):
+    """Indices `begin` to `end` of a dimension, at fixed indices of those before it and with all of those behind it."""
+
+    at: tuple[int, ...]
+    begin: int
+    end: int
+    offset: int  # of its first element
+
+
+class Blocks(NamedTuple):
+    """How a plan's blocks are taken apart.
+
+    Attributes:
+        names: of the tensors that are read so.
+        cutouts: by (span, position) of a read.
+        rows: of each such span, the tensor in it.
+    """
+
+    names: frozenset[str]
+    cutouts: Mapping[tuple[int, int], list[Cutout]]
+    rows: Mapping[int, int]
+
+
+def choose_blocked(infos: Mapping[str, TensorInfo], slices: Sequence[Mapping[str, Index]]) -> frozenset[str]:
+    """Which tensors are read in blocks: those of which the ranks together would read more than there is.
+
+    Args:
+        infos: of the tensors that any rank takes a slice of.
+        slices: of each rank; a tensor that it lacks the rank takes whole.
+    """
+    known: dict[str, bool] = {}
+
+    def is_blocked(info: TensorInfo) -> bool:
+        indices = [each.get(info.name, ...) for each in slices]
+        key = repr((info.shape, info.dtype, indices))
+        if key not in known:
+            known[key] = _reads_more(info, indices)
+        return known[key]
+
+    return frozenset(name for name, info in infos.items() if is_blocked(info))
+
+
+def _reads_more(info: TensorInfo, indices: Sequence[Index]) -> bool:
+    if DTYPES[info.dtype].bits < 8 or not info.shape or not info.nbytes:
+        return False
+    covered = 0
+    for index in indices:
+        stretches = stretches_of(info.shape, index)
+        if stretches is None:
+            return False
+        covered += _covered(info.shape, stretches)
+    return covered > math.prod(info.shape)
+
+
+def _covered(shape: Sequence[int], stretches: Sequence[_Stretches]) -> int:
+    """Elements from the first to the last that are wanted."""
+    if not all(stretches):
+        return 0
+    pitches = _pitches(shape)
+    first = sum(of_dim[0][0] * pitch for of_dim, pitch in zip(stretches, pitches, strict=True))
+    return 1 + sum((of_dim[-1][1] - 1) * pitch for of_dim, pitch in zip(stretches, pitches, strict=True)) - first
+
+
+def stretches_of(shape: Sequence[int], index: Index) -> list[_Stretches] | None:
+    """Which stretches of each dimension an index takes; None where it is of another kind: with integers or steps."""
+    given = list(index) if isinstance(index, (tuple, list)) else [index]
+    if not any(item is Ellipsis for item in given):
+        given.append(Ellipsis)
+    at = next(i for i, item in enumerate(given) if item is Ellipsis)
+    given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + 1)
+    found: list[_Stretches] = []
+    for size, item in zip(shape, given, strict=False):
+        if isinstance(item, Parts):
+            found.append(list(item.stretches))
+        elif isinstance(item, slice) and item.step in (None, 1):
+            start, stop, _ = item.indices(size)
+            found.append([(start, stop)] if start < stop else [])
+        else:
+            return None
+    return found if len(found) == len(shape) == len(given) else None
+
+
+def in_blocks(
+    plan: Plan,
+    infos: Mapping[str, TensorInfo],
+    slices: Mapping[str, Index],
+    chunk_nbytes: Sequence[int],
+) -> tuple[Plan, Blocks]:
+    """A plan that reads some tensors in blocks, the same ones on every rank whatever its slices are.
+
+    Args:
+        plan: in which each of these tensors has a span of its own.
+        infos: which tensors.
+        slices: of this rank.
+        chunk_nbytes: by shard, about how much is read at once.
+    """
+    if not infos:
+        return plan, Blocks(frozenset(), {}, {})
+    reads: list[Read] = []
+    spans = []
+    cutouts: dict[tuple[int, int], list[Cutout]] = {}
+    rows: dict[int, int] = {}
+    for number, span in enumerate(plan.spans):
+        name, first_read = plan.tensors.names[span.first], len(reads)
+        if name not in infos:
+            reads += plan.reads[span.first_read : span.last_read]
+            spans.append(replace(span, first_read=first_read, last_read=len(reads)))
+            continue
+        info, itemsize = infos[name], DTYPES[infos[name].dtype].itemsize
+        stretches = stretches_of(info.shape, slices[name])
+        assert stretches is not None, "chosen by the same function"
+        for block, nbytes, found in blocks_of(info.shape, stretches, chunk_nbytes[span.shard] // itemsize):
+            position = block * itemsize
+            reads.append(Read(span.shard, info.offset + position, nbytes * itemsize, number, position))
+            cutouts[number, position] = found
+        rows[number] = span.first
+        # A rank that gets nothing of it takes part as well.
+        spans.append(replace(span, first_read=first_read, last_read=len(reads), nbytes=max(1, span.nbytes), offset=None))
+    read_nbytes = sum(read.nbytes for read in reads)
+    return replace(plan, spans=spans, reads=reads, read_nbytes=read_nbytes), Blocks(frozenset(infos), cutouts, rows)
+
+
+def blocks_of(shape: Sequence[int], stretches: Sequence[_Stretches], most: int) -> Iterator[tuple[int, int, list[Cutout]]]:
+    """(first element, how many, what is taken out) of each block of a tensor, in order.
+
+    Args:
+        shape: of the tensor, of one dimension at least.
+        stretches: what is wanted of each dimension.
+        most: elements in a block.
+    """
+    pitches = _pitches(shape)
+    dim = next((d for d, pitch in enumerate(pitches) if pitch <= most), len(shape) - 1)
+    pitch, step = pitches[dim], max(1, most // pitches[dim])
+    result = [sum(stop - start for start, stop in of_dim) for of_dim in stretches]
+    for at in product(*map(range, shape[:dim])):
+        base = sum(i * p for i, p in zip(at, pitches, strict=False))
+        for begin in range(0, shape[dim], step):
+            end = min(begin + step, shape[dim])
+            block = _Block(at, begin, end, base + begin * pitch)
+            yield block.offset, (end - begin) * pitch, list(_cutouts(block, pitches, stretches, _pitches(result)))
+
+
+def _cutouts(
+    block: _Block, pitches: Sequence[int], stretches: Sequence[_Stretches], result_pitches: Sequence[int]
+) -> Iterator[Cutout]:
+    dim = len(block.at)
+    target = 0
+    for i, of_dim, pitch in zip(block.at, stretches, result_pitches, strict=False):
+        place = next((begin + i - start for start, stop, begin in _placed(of_dim) if start <= i < stop), None)
+        if place is None:
+            return
+        target += place * pitch
+    within = [
+        (max(start, block.begin), min(stop, block.end), begin + max(start, block.begin) - start)
+        for start, stop, begin in _placed(stretches[dim])
+        if start < block.end and stop > block.begin
+    ]
+    for pieces in product(within, *(list(_placed(of_dim)) for of_dim in stretches[dim + 1 :])):
+        origin = (block.begin, *[0] * (len(pieces) - 1))
+        yield Cutout(
+            tuple(stop - start for start, stop, _ in pieces),
+            sum((start - o) * p for (start, _, _), o, p in zip(pieces, origin, pitches[dim:], strict=True)),
+            tuple(pitches[dim:]),
+            target + sum(begin * p for (_, _, begin), p in zip(pieces, result_pitches[dim:], strict=True)),
+            tuple(result_pitches[dim:]),
+        )
+
+
+def _placed(stretches: _Stretches) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, where it begins in the result) of each stretch."""
+    begins = accumulate((stop - start for start, stop in stretches), initial=0)
+    return ((start, stop, begin) for (start, stop), begin in zip(stretches, begins, strict=False))
+
+
+def _pitches(shape: Sequence[int]) -> list[int]:
+    """Elements from one index of a dimension to the next."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
