@@ -181,16 +181,65 @@ def test_a_near_miss_is_told_the_key_that_was_meant() -> None:
 # -- variables -----------------------------------------------------------------------------------------------------------------
 
 
+FILES, LIMIT, SINGLE = "VLLM_RUNAI_CPU_WEIGHT_FILES", "VLLM_RUNAI_CPU_MEMORY_LIMIT", "VLLM_RUNAI_SINGLE_ENGRAM_READER"
+
+
 @pytest.mark.parametrize(
-    "variable", ["VLLM_RUNAI_CPU_WEIGHT_FILES", "VLLM_RUNAI_CPU_MEMORY_LIMIT", "VLLM_RUNAI_SINGLE_ENGRAM_READER"]
+    ("variables", "places", "limits"),
+    [
+        ({FILES: "a.safetensors, b.safetensors"}, {"file:a.safetensors": "cpu", "file:b.safetensors": "cpu"}, None),
+        ({FILES: "a.safetensors", LIMIT: "1048576"}, {"file:a.safetensors": "cpu"}, {"cpu": 1 << 20}),
+        ({FILES: "a.safetensors", SINGLE: "1", LIMIT: "0"}, {"file:a.safetensors": "shared-cpu"}, {"shared-cpu": 0}),
+        ({SINGLE: "0"}, {}, None),
+    ],
 )
-def test_a_variable_with_nothing_behind_it_is_refused_by_name(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "0")
-    read_settings({}, load_format="headrace", environment=VllmSettings.from_environment())
-    monkeypatch.setenv(variable, "1")
+def test_variables_name_files_for_host_memory(
+    variables: dict[str, str], places: dict[str, str], limits: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = read_settings({}, load_format="headrace", environment=VllmSettings.from_environment())
+    assert (settings.places, settings.options.memory_limits) == (places, limits)
+
+
+@pytest.mark.parametrize(("variable", "value"), [(LIMIT, "1048576"), (SINGLE, "1"), (SINGLE, "perhaps")])
+def test_a_variable_about_files_that_are_not_named_is_refused(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
     with pytest.raises(OptionError) as caught:
-        read_settings({}, load_format="headrace", environment=VllmSettings.from_environment())
+        VllmSettings.from_environment()
     assert caught.value.option == variable
+
+
+def test_a_limit_that_is_none_is_refused_by_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FILES, "a.safetensors")
+    monkeypatch.setenv(LIMIT, "much")
+    with pytest.raises(OptionError) as caught:
+        VllmSettings.from_environment()
+    assert caught.value.option == LIMIT
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("single", ["0", "1"])
+def test_files_for_host_memory_are_loaded_with_the_rest(single: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FILES, "b.safetensors")
+    monkeypatch.setenv(SINGLE, single)
+    assert names_read(loader(), ModelConfig(str(folder))) == set(CONTENTS)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_file_for_host_memory_that_is_not_in_the_checkpoint_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FILES, "d.safetensors")
+    target = model([])
+    with pytest.raises(OptionError, match=r"d\.safetensors"):
+        loader().load_weights(target, ModelConfig(str(folder)))
+    assert not target.seen
+
+
+def test_sharded_files_are_not_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FILES, "a.safetensors")
+    with pytest.raises(OptionError) as caught:
+        read_settings({}, load_format="headrace_sharded", environment=VllmSettings.from_environment())
+    assert caught.value.option == FILES
 
 
 def test_borrowed_weights_may_be_asked_for_since_none_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +294,16 @@ def test_without_vllm_registering_says_so_and_harms_nothing(
     monkeypatch.setitem(sys.modules, "vllm", None)
     register()
     assert "cannot add its load formats" in caplog.text
+
+
+def test_variables_for_loaders_do_not_disturb_a_vllm_that_uses_none_of_them(
+    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT, "much")
+    register()
+    assert verified(vllm, "safetensors", "").load_config.load_format == "safetensors"
+    with pytest.raises(OptionError):
+        verified(vllm, "headrace", "")
 
 
 def test_a_vllm_that_loaders_do_not_fit_says_so_when_they_are_used(vllm: FakeVllm, folder: Path) -> None:
@@ -723,7 +782,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def load_on_rank(rank: int, place: str, own: list[list[str]]) -> tuple[dict[str, bytes], list[str]]:
+def load_on_rank(rank: int, place: str, own: list[list[str]], shared_file: bool) -> tuple[dict[str, bytes], list[str]]:
     options = headrace.Options(peer_timeout_s=20)
     checkpoint = open_weights(place, patterns=None, ignored=(), index_from=None, metadata=None, verify=None, options=options)
     others = {name for names in own for name in names} - set(own[rank])
@@ -735,6 +794,7 @@ def load_on_rank(rank: int, place: str, own: list[list[str]]) -> tuple[dict[str,
         set(CONTENTS) - others,
         own=own[rank],
         device="cpu",
+        places={"file:b.safetensors": "shared-cpu"} if shared_file else {},
         group=dist.group.WORLD,
         is_demanded=True,
         dtype=None,
@@ -749,7 +809,7 @@ def load_on_rank(rank: int, place: str, own: list[list[str]]) -> tuple[dict[str,
 def test_ranks_share_what_all_of_them_want_and_read_their_own_experts(folder: Path) -> None:
     own = [["layers.0.experts.0.up.weight"], ["layers.0.experts.1.up.weight"]]
     read = 0
-    for rank, outcome in enumerate(run_ranks(2, load_on_rank, str(folder), own)):
+    for rank, outcome in enumerate(run_ranks(2, load_on_rank, str(folder), own, False)):
         assert outcome is not None
         assert outcome.error is None, outcome.trace
         tensors, lines = outcome.value
@@ -763,6 +823,16 @@ def test_ranks_share_what_all_of_them_want_and_read_their_own_experts(folder: Pa
     assert wanted <= read <= sum(nbytes.values())  # small gaps are read along, and nothing twice
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forkserver")
+@pytest.mark.leaky_ok(reason="the server that ranks are forked from stays")
+def test_a_file_for_memory_in_common_is_read_by_one_rank_and_given_to_all(folder: Path) -> None:
+    for outcome in run_ranks(2, load_on_rank, str(folder), [[], []], True):
+        assert outcome is not None
+        assert outcome.error is None, outcome.trace
+        assert outcome.value[0] == {name: entry.data for name, entry in CONTENTS.items()}
+
+
 def demand_what_a_group_cannot(rank: int, place: str, is_demanded: bool) -> dict[str, bytes]:
     options = headrace.Options(peer_timeout_s=20, mmap="require")
     checkpoint = open_weights(place, patterns=None, ignored=(), index_from=None, metadata=None, verify=None, options=options)
@@ -772,6 +842,7 @@ def demand_what_a_group_cannot(rank: int, place: str, is_demanded: bool) -> dict
         set(CONTENTS),
         own=(),
         device="cpu",
+        places={},
         group=dist.group.WORLD,
         is_demanded=is_demanded,
         dtype=None,

@@ -528,28 +528,47 @@ class VllmSettings:
     """What the environment says to the loaders for vLLM.
 
     Attributes:
-        takeover: HEADRACE_VLLM_TAKEOVER: load what is called runai_streamer and runai_streamer_sharded, too.
-        local_index: VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX: take the index from the model's local folder, and the shards from the store.
-        refused: variables that are set and ask for what is not there.
+        local_index: VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX: take the index from the model's local folder, the shards from the store.
+        cpu_files: VLLM_RUNAI_CPU_WEIGHT_FILES: names of shards, separated by commas, that go to host memory.
+        cpu_memory_limit: VLLM_RUNAI_CPU_MEMORY_LIMIT: the `memory_limit` of these.
+        single_reader: VLLM_RUNAI_SINGLE_ENGRAM_READER: they go to memory that the ranks of a node have in common.
     """
 
-    takeover: bool = False
     local_index: bool = False
-    refused: tuple[str, ...] = ()
+    cpu_files: tuple[str, ...] = ()
+    cpu_memory_limit: int | None = None
+    single_reader: bool = False
 
     @classmethod
     def from_environment(cls) -> VllmSettings:
         """Read them now. VLLM_RUNAI_BORROWED_WEIGHTS asks for tensors that are not copied, as ours never are.
 
         Raises:
-            OptionError: a switch that is neither on nor off.
+            OptionError: a value that cannot be used, or one for files in host memory where none are named.
         """
-        mixed = ("VLLM_RUNAI_CPU_WEIGHT_FILES", "VLLM_RUNAI_CPU_MEMORY_LIMIT", "VLLM_RUNAI_SINGLE_ENGRAM_READER")
+        limit, files = "VLLM_RUNAI_CPU_MEMORY_LIMIT", "VLLM_RUNAI_CPU_WEIGHT_FILES"
+        single_reader, text = bool(_switch("VLLM_RUNAI_SINGLE_ENGRAM_READER")), _first_set(limit)
+        names = tuple(name.strip() for name in (_first_set(files) or "").split(",") if name.strip())
+        if not names and (single_reader or text is not None):
+            name = limit if text is not None else "VLLM_RUNAI_SINGLE_ENGRAM_READER"
+            raise OptionError(
+                f"environment variable {name} is about the files that {files} names, and it is not set", option=name
+            )
+        try:
+            number = None if text is None else _checked_integer("memory_limit", text)
+        except OptionError as exc:
+            raise OptionError(f"environment variable {limit}={text!r}: {exc}", option=limit) from None
         return cls(
-            takeover=bool(_switch("HEADRACE_VLLM_TAKEOVER")),
             local_index=bool(_switch("VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX")),
-            refused=tuple(name for name in mixed if (_first_set(name) or "0").lower() not in ("0", "false", "no", "off")),
+            cpu_files=names,
+            cpu_memory_limit=number,
+            single_reader=single_reader,
         )
+
+
+def vllm_takeover() -> bool:
+    """HEADRACE_VLLM_TAKEOVER: load what vLLM calls runai_streamer and runai_streamer_sharded. Raises as `sglang_takeover`."""
+    return bool(_switch("HEADRACE_VLLM_TAKEOVER"))
 
 
 def sglang_takeover() -> bool:

@@ -69,7 +69,7 @@ def iterate(
         list(hf_weights_files), patterns=None, ignored=(), index_from=None, metadata=None, verify=None, options=options
     )
     yield from stream_weights(
-        checkpoint, set(checkpoint), own=(), device=device, group=group, is_demanded=False, dtype=None, log=log
+        checkpoint, set(checkpoint), own=(), device=device, places={}, group=group, is_demanded=False, dtype=None, log=log
     )
 
 

@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import headrace
-from headrace._options import VllmSettings
+from headrace._options import VllmSettings, vllm_takeover
 from headrace.integrations import runai
 from headrace.integrations.vllm._settings import PLAIN, RUNAI, RUNAI_SHARDED, SHARDED, read_settings
 from headrace.integrations.vllm._streams import INDEX
@@ -128,7 +128,7 @@ class _Pull:
 
 
 def _our_formats() -> tuple[str, ...]:
-    taken = ("auto", RUNAI, RUNAI_SHARDED) if VllmSettings.from_environment().takeover else ()
+    taken = ("auto", RUNAI, RUNAI_SHARDED) if vllm_takeover() else ()
     return (PLAIN, SHARDED, *taken)
 
 

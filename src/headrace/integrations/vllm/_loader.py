@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -73,8 +73,11 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
             is_unused_weight=getattr(model, "is_unused_checkpoint_weight", None),
         )
         secondary = [_moved(source, model_config.model, place) for source in getattr(model, "secondary_weights", ())]
-        metadata = self.settings.metadata if is_first(model_config) else None
-        yield from self._read(primary, index_from=self._index_from(model_config, place), metadata=metadata)
+        index_from = self._index_from(model_config, place)
+        if is_first(model_config):
+            yield from self._read(primary, index_from=index_from, metadata=self.settings.metadata, places=self.settings.places)
+        else:
+            yield from self._read(primary, index_from=index_from)
         for source in secondary:
             yield from self._read(source)
 
@@ -82,7 +85,7 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return self._read(source)
 
     def _read(
-        self, source: Any, *, index_from: str | None = None, metadata: str | None = None
+        self, source: Any, *, index_from: str | None = None, metadata: str | None = None, places: Mapping[str, str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise OptionError(
@@ -99,6 +102,7 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
             names,
             own=[name for name in names if self._is_expert(name)],
             device=target_device(self.load_config),
+            places=places or {},
             group=group_of_ranks(self.settings),
             is_demanded=self.settings.distributed is True,
             dtype=self.settings.dtype,

@@ -49,6 +49,7 @@ class LoaderSettings:
         verify, metadata: as of `headrace.open`.
         options: tuning.
         local_index: see `VllmSettings`.
+        places: files that do not go where the others do, as keys of `headrace.stream`'s `device`.
     """
 
     distributed: bool | None = None
@@ -59,6 +60,7 @@ class LoaderSettings:
     metadata: str | None = None
     options: Options = field(default_factory=Options)
     local_index: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_settings(extra: object, *, load_format: str, environment: VllmSettings) -> LoaderSettings:
@@ -76,8 +78,11 @@ def read_settings(extra: object, *, load_format: str, environment: VllmSettings)
     is_sharded = load_format in (SHARDED, RUNAI_SHARDED)
     for key in given:
         _check_known(key, load_format)
-    _check_environment(environment)
     _check_places(given, load_format, is_sharded=is_sharded)
+    if is_sharded and environment.cpu_files:
+        name = "VLLM_RUNAI_CPU_WEIGHT_FILES"
+        raise OptionError(f"environment variable {name}: sharded files go where the parameters are; unset it", option=name)
+    on_cpu = "shared-cpu" if environment.single_reader else "cpu"
     return LoaderSettings(
         distributed=_flag(given, "distributed"),
         source=_text(given, "source"),
@@ -88,6 +93,7 @@ def read_settings(extra: object, *, load_format: str, environment: VllmSettings)
         options=Options(
             concurrency=_count(given, "concurrency", least=1),
             memory_limit=_limit(given.get("memory_limit")),
+            memory_limits=None if environment.cpu_memory_limit is None else {on_cpu: environment.cpu_memory_limit},
             pin=_demand(given, "pinned_staging"),
             gds=_demand(given, "gds"),
             in_place=_demand(given, "in_place"),
@@ -95,6 +101,7 @@ def read_settings(extra: object, *, load_format: str, environment: VllmSettings)
             partition=given.get("partition"),
         ),
         local_index=environment.local_index,
+        places={f"file:{name}": on_cpu for name in environment.cpu_files},
     )
 
 
@@ -112,15 +119,6 @@ def _check_known(key: str, load_format: str) -> None:
         near = get_close_matches(str(key), _KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"keys are {', '.join(_KEYS)}"
         raise OptionError(f"unexpected extra config key for load format {load_format}: {key!r}; {hint}", option=str(key))
-
-
-def _check_environment(environment: VllmSettings) -> None:
-    if environment.refused:
-        raise OptionError(
-            f"environment variable {environment.refused[0]}: this version does not load part of a model to shared host memory; "
-            "unset it",
-            option=environment.refused[0],
-        )
 
 
 def _check_places(given: Mapping[str, Any], load_format: str, *, is_sharded: bool) -> None:

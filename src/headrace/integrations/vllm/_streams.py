@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,6 +129,7 @@ def stream_weights(
     *,
     own: Collection[str],
     device: str,
+    places: Mapping[str, str],
     group: Any,
     is_demanded: bool,
     dtype: Any,
@@ -138,6 +139,7 @@ def stream_weights(
 
     Args:
         own: those of them that other ranks do not want, as a whole.
+        device: where they go, but for those that `places` has keys for; as of `headrace.stream`.
         group: of torch.distributed, whose ranks share the reading; None: this one reads for itself.
         is_demanded: whether it is an error, and no line in the log, where the group cannot share.
     """
@@ -145,32 +147,42 @@ def stream_weights(
     rest = set(names).difference(shared)
     try:
         if shared:
-            yield from _drained(_shared(checkpoint, shared, device, group, is_demanded, dtype, log), log)
+            yield from _drained(_shared(checkpoint, shared, device, places, group, is_demanded, dtype, log), log)
         if rest:
-            yield from _drained(_stream(checkpoint, rest, device, None, dtype), log)
+            yield from _drained(_stream(checkpoint, rest, device, places, None, dtype), log)
     finally:
         checkpoint.close()
 
 
 def _shared(
-    checkpoint: headrace.Checkpoint, names: set[str], device: str, group: Any, is_demanded: bool, dtype: Any, log: logging.Logger
+    checkpoint: headrace.Checkpoint,
+    names: set[str],
+    device: str,
+    places: Mapping[str, str],
+    group: Any,
+    is_demanded: bool,
+    dtype: Any,
+    log: logging.Logger,
 ) -> headrace.TensorStream:
     """A stream that the group shares. Whatever it cannot share is found out by all of its ranks alike."""
     try:
-        return _stream(checkpoint, names, device, group, dtype)
+        return _stream(checkpoint, names, device, places, group, dtype)
     except OptionError as exc:
         if exc.option not in _UNSHARED or (is_demanded and device == "cpu"):
             raise
         if not is_demanded:
             log.info("ranks do not share their reading, each reads everything: %s", exc)
-            return _stream(checkpoint, names, device, None, dtype)
+            return _stream(checkpoint, names, device, places, None, dtype)
         log.warning("ranks share their reading in host memory, from where weights are copied one by one: %s", exc)
-        return _stream(checkpoint, names, "cpu", group, dtype)
+        return _stream(checkpoint, names, "cpu", places, group, dtype)
 
 
-def _stream(checkpoint: headrace.Checkpoint, names: set[str], device: str, group: Any, dtype: Any) -> headrace.TensorStream:
+def _stream(
+    checkpoint: headrace.Checkpoint, names: set[str], device: str, places: Mapping[str, str], group: Any, dtype: Any
+) -> headrace.TensorStream:
     chosen = None if len(names) == len(checkpoint) else lambda info: info.name in names
-    return headrace.stream(checkpoint, names=chosen, device=device, group=group, dtype=dtype)
+    where: Any = {**places, "*": device} if places else device
+    return headrace.stream(checkpoint, names=chosen, device=where, group=group, dtype=dtype)
 
 
 def _drained(stream: headrace.TensorStream, log: logging.Logger) -> Iterator[tuple[str, torch.Tensor]]:
