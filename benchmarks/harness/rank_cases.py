@@ -59,7 +59,7 @@ def _full(name: str, title: str, *, cold: bool, server: Server = "", goals: tupl
 def _slice(name: str, title: str, dim: int, *goals: Goal) -> Case:
     return Case(
         name,
-        f"an eighth of S3's tensors over HTTP, {title}, kept",
+        f"an eighth of every tensor of an object at S3, {title}, kept",
         "object",
         "load",
         False,
