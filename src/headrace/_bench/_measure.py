@@ -111,7 +111,7 @@ def _parts(
         say("the disk")
         yield from _probes.disk(sources, threads, bounds)
         say("the page cache")
-        yield _probes.page_cache(sources, threads, bounds)
+        yield _probes.page_cache(sources, cpus, bounds)
     say("memory")
     small = Bounds(min(bounds.nbytes, GIB // 2), bounds.seconds)
     yield _probes.touched(cpus, small)

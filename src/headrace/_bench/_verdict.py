@@ -54,9 +54,7 @@ def _bottleneck(run: Run, report: Report) -> str:
         if run.share >= _NEAR or run.ceiling == 0:
             return source
         return _busiest(run.stages) or source
-    if run.cpus < _QUIET * report.cpus:
-        return "busy machine"
-    return _busiest(run.stages) or "cache"
+    return _busiest(run.stages) or ("busy machine" if run.cpus < _QUIET * report.cpus else "cache")
 
 
 def _source_of(run: Run, report: Report) -> str:
@@ -103,8 +101,8 @@ _ADVICE = {
         "would not."
     ),
     "busy machine": (
-        "The bottleneck is this machine: the load used {used:.1f} of {cpus} CPUs for what needs all of them, so other work had "
-        "the rest. Measure again when it is quiet."
+        "The bottleneck is this machine: the load used {used:.1f} of {cpus} CPUs for what needs all of them, so other work "
+        "had the rest, here or on the host of a virtual machine. Measure again when it is quiet."
     ),
     "fresh memory": (
         "The bottleneck is fresh memory, which the system has to clear before anything is read into it. Filling tensors that "
@@ -168,8 +166,11 @@ def _more_threads(figures: Sequence[Figure], kind: str) -> str:
 def _other_runs(report: Report) -> list[str]:
     first, *others = [run for run in report.runs if run.stats is not None]
     slower = [run for run in others if run.rate < first.rate / _WORTHWHILE]
-    sentences = [f"Keeping every tensor takes fresh memory for each: {_rate(run.rate)}." for run in slower if run.name == "kept"]
-    disk = best(report.figures, "disk")
+    touch, disk = best(report.figures, "touch"), best(report.figures, "disk")
+    note = f", and {touch.note}" if touch is not None and touch.note else ""
+    alone = f"; touching that alone ran at {_rate(touch.rate)}{note}" if touch is not None else ""
+    kept = [run for run in slower if run.name == "kept"]
+    sentences = [f"Keeping every tensor, {_rate(run.rate)}, takes fresh memory for all of them{alone}." for run in kept]
     if disk is not None and first.rate > disk.rate * _WORTHWHILE and not report.is_remote:
         sentences.append(f"A first load, before the files are cached, cannot be quicker than the disk: {_rate(disk.rate)}.")
     return sentences
