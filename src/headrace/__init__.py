@@ -3,6 +3,7 @@
 headrace.load(url)     -> {name: tensor}
 headrace.stream(url)   -> (name, tensor) pairs, as soon as their bytes are in
 headrace.read(checkpoint, name) -> one tensor of an open checkpoint
+headrace.hold(url)     -> a checkpoint kept in host memory, for loads again and again
 headrace.open(url)     -> a mapping from names to TensorInfo, no tensor read
 headrace.plan(url)     -> what a load would do, and why
 headrace.pull(url, dst) copies files into a folder
@@ -18,9 +19,10 @@ headrace.patch()       -> transformers and diffusers load through headrace, insi
 headrace.local_view(url) -> a local folder with the config and tokenizer of a remote model
 """
 
-from headrace._api import TensorStream, folder, load, open, open_sharded, plan, pull, read, save_metadata, stream, verify
+from headrace._api import TensorStream, folder, hold, load, open, open_sharded, plan, pull, read, save_metadata, stream, verify
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
+from headrace._held import Held
 from headrace._options import Options
 from headrace._partition import USUAL_RULES, Split, tensor_parallel
 from headrace._plan import Plan
@@ -67,6 +69,7 @@ __all__ = [
     "FileCheck",
     "FormatError",
     "HeadraceError",
+    "Held",
     "IntegrityError",
     "LoadError",
     "LoadReport",
@@ -96,6 +99,7 @@ __all__ = [
     "VerifyProgress",
     "VerifyReport",
     "folder",
+    "hold",
     "load",
     "load_file",
     "load_into",

@@ -21,6 +21,7 @@ from headrace.errors import OptionError
 from headrace.sources.base import ByteSource, Folder
 from headrace.sources.file import FileFolder, FileSource
 from headrace.sources.mapped import MappedSource
+from headrace.sources.memory import MemorySource
 
 if TYPE_CHECKING:
     from headrace._remote import Remote
@@ -80,6 +81,11 @@ def _open(
     if hasattr(url, "names"):
         return open_folder(_checked_folder(verification, cast(Folder, url)), options, metadata=metadata)
     raise OptionError(f"url is a path, a URL, a list of them, a source or a folder, not {type(url).__name__}", option="url")
+
+
+def source_of(data: memoryview, url: str) -> ByteSource:
+    """Bytes in memory as what they were read from."""
+    return MemorySource(data, url=url)
 
 
 def open_place(url: object, options: Options, credentials: object) -> tuple[Folder, str | None]:

@@ -30,7 +30,7 @@ from headrace._addresses import address_of, move
 from headrace._cast import copy_out
 from headrace._dtypes import DTYPES
 from headrace._filling import IN_PLACE, Hops, SlotFiller
-from headrace._inplace import InPlace
+from headrace._inplace import Locked
 from headrace._landing import Filling, Maker
 from headrace._plan import MIB, Copy, Plan, Read, Span
 from headrace._planner import leaves_headroom
@@ -137,7 +137,7 @@ class DeviceLanding:
         *,
         ownership: str = "leased",
         destinations: Mapping[str, Destination] | None = None,
-        in_place: InPlace | None = None,
+        in_place: Locked | None = None,
         direct: Mapping[int, DirectSource] | None = None,
         compat: bool = False,
     ) -> None:

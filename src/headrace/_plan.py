@@ -47,6 +47,7 @@ class SourceAbilities:
         block_nbytes: where they are, what is read whole blocks at a time is checked where it lands.
         direct_nbytes: the longest request of a library that reads the file straight into the device's memory; 0: none does.
         direct_reason: why, or why not; empty where that was not asked for.
+        held: how the shard is kept in host memory for several loads, in words; empty where it is not.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class SourceAbilities:
     block_nbytes: int = 0
     direct_nbytes: int = 0
     direct_reason: str = ""
+    held: str = ""
 
 
 @dataclass(frozen=True, slots=True)

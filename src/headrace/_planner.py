@@ -108,6 +108,8 @@ def choose_route(ability: SourceAbilities, count: int, device: str = "cpu") -> t
 def _choose_route(ability: SourceAbilities) -> tuple[str, str]:
     if ability.mapped:
         return "mapped", "mmap was asked for: tensors are views of the file, and change when it does"
+    if ability.held:
+        return "held", f"{ability.held}: copied into the tensors' own memory"
     if ability.kind == "memory":
         return "straight", "copied out of memory into the tensors' own"
     if ability.kind == "network":
@@ -144,6 +146,9 @@ def leaves_headroom(nbytes: int, free_nbytes: int) -> bool:
 
 
 def _staged_from(ability: SourceAbilities, device: str) -> tuple[str, str]:
+    if ability.held:
+        place = "there" if ability.in_place else "a ring of page-locked memory"
+        return "held", f"{ability.held}: copied from {place} to {device}"
     if ability.in_place:
         return "mapped", f"on tmpfs: page-locked where it lies, and copied from there to {device}"
     if ability.kind == "memory":

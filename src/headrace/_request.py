@@ -16,6 +16,7 @@ from headrace._blocks import Blocks, choose_blocked, in_blocks
 from headrace._checkpoint import Checkpoint
 from headrace._dtypes import DTYPES
 from headrace._header import TensorInfo
+from headrace._held import Held, Loan
 from headrace._integrity import LearnedBlocks, VerifiedSource
 from headrace._interpreter import gc_paused, switching_fast
 from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, resolve_limits, resolve_staging
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from headrace._direct import DirectRoute
     from headrace._engine import Engine
     from headrace._exchange import GroupLanding
-    from headrace._inplace import InPlace
+    from headrace._inplace import Locked
     from headrace._landing import HostLanding
     from headrace._peers import Peers
     from headrace._pipeline import DeviceLanding
@@ -80,7 +81,9 @@ class Request:
         with gc_paused.held():
             self.chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
         self.unmapped: list[str] = []
-        self.in_place_shards: frozenset[int] = frozenset()
+        self.held = checkpoint if isinstance(checkpoint, Held) else None
+        self.loan: Loan | None = None
+        self.in_place_shards = self.held.locked_for(self.device_name) if self.held is not None else frozenset[int]()
         self.direct = self._direct_route()
         if options.mmap == "require" and self.device_name != "cpu":
             raise OptionError(f"mmap='require' hands out host memory, and this load goes to {self.device_name}", option="mmap")
@@ -109,6 +112,8 @@ class Request:
             replace(ability, in_place=True) if shard in self.in_place_shards else ability
             for shard, ability in enumerate(abilities)
         ]
+        if self.held is not None:
+            abilities = [replace(ability, held=self.held.how) for ability in abilities]
         if self.direct is not None:
             abilities = self.direct.decide(self.checkpoint.sources, abilities, opening=opening, shared=shared)
         resolve = resolve_limits if self.device_name == "cpu" else resolve_staging
@@ -184,7 +189,7 @@ class Request:
         target = self._open_device()
         sliced, blocked = self._join_slices(peers) if peers is not None and self.device_name == "cpu" else (frozenset(), {})
         destinations = self._destinations(into, target) if into is not None else {}
-        in_place = self._hold_in_place(target)
+        in_place = self._hold_in_place(target) if self.held is None else self._borrow(target if peers is None else None)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
         sources = self.checkpoint.sources
@@ -258,6 +263,7 @@ class Request:
         from headrace.devices.cpu import CpuTarget
 
         self._check_shareable(into)
+        self._borrow(None)
         if peers is not None:  # one rank reads for its node, with all that the node may have under way
             self.options = self.options.merged({"local_ranks": 1})
         plan, sources = self.plan(), self.checkpoint.sources
@@ -295,19 +301,31 @@ class Request:
                     raise OptionError(f"{name!r} goes to shared memory, so it cannot fill a tensor of yours", option="into")
 
     def _open_device(self) -> HostTarget | Device:
-        from headrace.devices.cpu import CpuTarget  # these import torch
+        from headrace.devices.cpu import CpuTarget  # imports torch
 
         if self.device_name == "cpu":
             return CpuTarget()
-        if is_device(self.device):
-            return cast("Device", self.device)
-        from headrace.devices.cuda import open_device
-
-        device = open_device(int(self.device_name[5:]) if ":" in self.device_name else None)
+        device = open_device(self.device)
         self.device_name = device.name
         return device
 
-    def _hold_in_place(self, target: HostTarget | Device) -> InPlace | None:
+    def let_go(self) -> None:
+        """The load is over, or was not to be: a held checkpoint's memory is lent no more. May be called twice."""
+        if self.loan is not None:
+            self.loan.close()
+
+    def _borrow(self, target: HostTarget | Device | None) -> Locked | None:
+        """Memory of a held checkpoint, for the load's time; what is page-locked for the target is where copies come from.
+
+        Not where ranks load together: they wait for what passes through the ring.
+        """
+        if self.held is None:
+            return None
+        self.in_place_shards = self.held.locked_for(target)
+        self.loan = self.held.lend(cast("Device", target) if self.in_place_shards else None)
+        return self.loan
+
+    def _hold_in_place(self, target: HostTarget | Device) -> Locked | None:
         """The wanted shards page-locked where they lie, if that is asked for and can be; else `unmapped` says why."""
         asked = self.options.in_place
         if self.device_name == "cpu" or asked not in ("auto", "require"):
@@ -346,7 +364,7 @@ class Request:
         counters: Progress,
         ownership: Ownership,
         destinations: Mapping[str, Destination],
-        in_place: InPlace | None,
+        in_place: Locked | None,
     ) -> HostLanding | DeviceLanding:
         from headrace._landing import HostLanding
         from headrace._pipeline import DeviceLanding
@@ -438,6 +456,16 @@ class Request:
 def is_device(device: object) -> bool:
     """Whether it is a `Device` rather than the name of one."""
     return hasattr(device, "copy_async")
+
+
+def open_device(device: object) -> Device:
+    """The device that a caller named or gave; not the host. Raises `DeviceError` where there is none."""
+    if is_device(device):
+        return cast("Device", device)
+    from headrace.devices import cuda  # imports torch
+
+    _, _, index = name_of_device(device).partition(":")
+    return cuda.open_device(int(index) if index else None)
 
 
 def name_of_device(device: object) -> str:
