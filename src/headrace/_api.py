@@ -388,61 +388,6 @@ def hold(
         device: a GPU that it is to be loaded to: the memory is page-locked for it, and loads to it are copies from there. None:
             it is for loads to host memory; loads to a device then take the way through the ring.
         names: which tensors, as for `stream`. None: all.
-        in_place: "auto": where it lies if that is tmpfs; "require": raise where it is not; "off": always into private memory. What
-            lies on tmpfs must not be changed while it is held, and is page-locked once however often it is held.
-        pin: page-lock it for `device`: "auto" (one warning where that fails), "require" (raise) or "off".
-        verify, metadata, credentials: as for `open`. What is verified is verified once, as it is read.
-        options: tuning, also for the loads from it; see `Options`. Every field may also be given by name.
-
-    Returns:
-        A checkpoint that `stream`, `load`, `read` and `plan` take, and a context manager. Closing it while a load from it runs
-        raises `StreamError`; leaving its block by an error does not, and the memory then goes with that load.
-
-    Raises:
-        As `open` and `stream`. OptionError: in_place="require", and it does not lie on tmpfs. PinningError: pin="require", and it
-        cannot be page-locked. DeviceMemoryError: there is no memory for it.
-
-    Example:
-        >>> with headrace.hold("models/minilm") as held:
-        ...     weights = headrace.load(held)
-    """
-    resolved = _resolved(url, options, overrides)
-    for option, value in (("in_place", in_place), ("pin", pin)):
-        _check_choice(option, value, ("off", "auto", "require"))
-    checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
-    opened_here = checkpoint is not url
-    try:
-        return hold_checkpoint(
-            checkpoint, resolved, opened_here=opened_here, device=device, names=names, in_place=in_place, pin=pin
-        )
-    except BaseException:
-        if opened_here:
-            checkpoint.close()
-        raise
-
-
-def hold(
-    url: Location,
-    *,
-    device: Target | None = None,
-    names: Names = None,
-    in_place: Demand = "auto",
-    pin: Demand = "auto",
-    verify: Verify = None,
-    metadata: str | os.PathLike[str] | None = None,
-    credentials: object = None,
-    options: Options | None = None,
-    **overrides: Any,
-) -> Held:
-    """Keep a checkpoint in host memory, for loads again and again: reloads of weights, several models in one process.
-
-    On tmpfs, and in memfds, it is held where it lies, and nothing is read. Elsewhere it is read once, into private memory.
-
-    Args:
-        url: as for `open`; also an open `Checkpoint`, which has to stay open as long as it is held in place.
-        device: a GPU that it is to be loaded to: the memory is page-locked for it, and loads to it are copies from there. None:
-            it is for loads to host memory; loads to a device then take the way through the ring.
-        names: which tensors, as for `stream`. None: all.
         in_place: "auto": where it lies if that is tmpfs; "require": raise where it is not; "off": always in private memory. What
             lies on tmpfs must not be changed while it is held, and is page-locked once however often it is held.
         pin: page-lock it for `device`: "auto" (one warning where that fails), "require" (raise) or "off".
