@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -927,3 +928,12 @@ def test_the_command_line_takes_gds(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", path, "--gds", "require"])
     assert result.exit_code == 2
     assert CliRunner().invoke(app, ["plan", path, "--gds", "auto"]).exit_code == 0
+
+
+def test_a_trace_shows_reads_that_went_straight(lazy: Direct, tmp_path: Path) -> None:
+    path = model(tmp_path, SMALL)
+    loaded(lazy, path, SMALL, trace=tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    direct = [event["args"] for event in events if event["name"] == "read" and event["args"].get("direct")]
+    plan = headrace.plan(path, device=lazy.device, gds="require")
+    assert sorted((read["offset"], read["nbytes"]) for read in direct) == [(r.offset, r.nbytes) for r in plan.reads if r.direct]

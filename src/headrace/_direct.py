@@ -16,8 +16,8 @@ from headrace._planner import choose_direct
 from headrace._progress import Progress
 from headrace.devices.base import Device
 from headrace.errors import DeviceError, OptionError, SourceError
-from headrace.sources.base import ByteSource, LocalSource
-from headrace.sources.gds import DirectFile, DirectLoad, Gpu, Verdict, find_libraries, verdict_of
+from headrace.sources.base import ByteSource, DirectSource, LocalSource
+from headrace.sources.gds import DirectLoad, Gpu, Verdict, find_libraries, verdict_of
 
 
 class Choice(NamedTuple):
@@ -65,7 +65,7 @@ class DirectRoute:
 
     def __init__(self, demand: str, open_device: Callable[[], Device], *, limit_s: float | None) -> None:
         self._demand, self._open_device, self._limit_s = demand, open_device, limit_s
-        self.files: dict[int, DirectFile] = {}
+        self.files: dict[int, DirectSource] = {}
         self.compat = False
         self.degraded: list[str] = []
         self._load: DirectLoad | None = None

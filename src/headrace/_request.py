@@ -202,6 +202,8 @@ class Request:
         counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
         _withhold_last(plan, sources)
         seen = sources if tracer is None else tracer.sources(sources)
+        if tracer is not None and self.direct is not None:
+            self.direct.files = tracer.direct(self.direct.files)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
         shared = self._share(peers, landing, plan, counters, sliced, blocks) if peers is not None else None
         plan = replace(plan, group=counters.group)

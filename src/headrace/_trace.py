@@ -21,12 +21,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from headrace.errors import HeadraceError, OptionError
-from headrace.sources.base import AlignedSource, ByteSource, aligned_source
+from headrace.sources.base import AlignedSource, ByteSource, DirectSource, aligned_source
 
 if TYPE_CHECKING:
     from headrace._filling import Hops
@@ -92,6 +92,10 @@ class Tracer:
             cast(ByteSource, (_Source if aligned_source(source) is None else _Aligned)(source, shard, self))
             for shard, source in enumerate(sources)
         ]
+
+    def direct(self, files: Mapping[int, DirectSource]) -> dict[int, DirectSource]:
+        """Files that a library reads into a device's memory, each recording its reads."""
+        return {shard: cast(DirectSource, _Direct(cast(Any, file), shard, self)) for shard, file in files.items()}
 
     def landing(self, landing: Landing) -> Landing:
         """The landing, recording what happens around each read."""
@@ -175,6 +179,15 @@ class _Aligned(_Source):
         start = time.perf_counter()
         cast(AlignedSource, self._source).read_direct_into(offset, buffer)
         self._record(start, offset, buffer.nbytes, direct=True)
+
+
+class _Direct(_Source):
+    """The same, of a file that a library reads into a device's memory."""
+
+    def read_into_device(self, offset: int, pointer: int, nbytes: int, *, keep: object) -> None:
+        start = time.perf_counter()
+        cast(DirectSource, self._source).read_into_device(offset, pointer, nbytes, keep=keep)
+        self._record(start, offset, nbytes, direct=True)
 
 
 class _Landing:
