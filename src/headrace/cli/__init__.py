@@ -1,4 +1,4 @@
-"""The command line: `inspect`, `plan`, `load`, `bench`, `pull` and `verify`, one file each, on the public API like anybody's program.
+"""The command line: one file per command, on the public API like anybody's program.
 
 Results go to stdout, and what is said about them (progress, warnings, errors) to stderr. rich is imported when something is
 printed and torch when tensors are made, so that `--help` and `--version` are quick.
