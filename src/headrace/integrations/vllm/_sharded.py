@@ -65,11 +65,8 @@ class HeadraceShardedLoader(BaseModelLoader):  # type: ignore[misc]
         with self._open(model_config) as checkpoint:
             _check_names(checkpoint, state)
             places = {name: _narrowed(checkpoint[name], state[name]) for name in checkpoint}
-            device = "cpu" if all(place.device.type == "cpu" for place in places.values()) else target_device(self.load_config)
-            with headrace.stream(checkpoint, into=places, device=device) as tensors:
-                for _ in tensors:
-                    pass
-        log.info("headrace: %s", summary(tensors.stats))
+            for device, part in _by_device(places).items():  # with offloading, some are the host's
+                _fill(checkpoint, part, device)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ARG002
         """The rank's state, to load again: it is not in the checkpoint's format, so with `is_checkpoint_format=False`."""
@@ -133,6 +130,21 @@ def _check_names(checkpoint: headrace.Checkpoint, state: Mapping[str, torch.Tens
             url=checkpoint.url,
             tensor=(missing or unexpected)[0],
         )
+
+
+def _by_device(places: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, place in places.items():
+        found.setdefault(str(place.device), {})[name] = place
+    return found
+
+
+def _fill(checkpoint: headrace.Checkpoint, places: Mapping[str, torch.Tensor], device: str) -> None:
+    names = None if len(places) == len(checkpoint) else lambda info: info.name in places
+    with headrace.stream(checkpoint, names=names, into=places, device=device) as tensors:
+        for _ in tensors:
+            pass
+    log.info("headrace: %s", summary(tensors.stats))
 
 
 def _narrowed(info: headrace.TensorInfo, parameter: torch.Tensor) -> torch.Tensor:
