@@ -937,3 +937,12 @@ def test_a_trace_shows_reads_that_went_straight(lazy: Direct, tmp_path: Path) ->
     direct = [event["args"] for event in events if event["name"] == "read" and event["args"].get("direct")]
     plan = headrace.plan(path, device=lazy.device, gds="require")
     assert sorted((read["offset"], read["nbytes"]) for read in direct) == [(r.offset, r.nbytes) for r in plan.reads if r.direct]
+
+
+def test_shards_of_which_nothing_is_wanted_are_no_reason_to_refuse(lazy: Direct, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.safetensors", {f"other.{name}": entry for name, entry in SMALL.items()})
+    shards = [str(other), str(model(tmp_path, SMALL))]
+    with headrace.stream(shards, device=lazy.device, gds="require", names="t*") as tensors:
+        assert not wrong(dict(tensors), SMALL)
+    assert [route for _, route, _ in tensors.stats.routes] == ["none", "gds"]
+    assert tensors.stats.gds.startswith("gds(p2p)")

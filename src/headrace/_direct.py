@@ -72,19 +72,25 @@ class DirectRoute:
         self._why = ""
 
     def decide(
-        self, sources: Sequence[ByteSource], abilities: Sequence[SourceAbilities], *, opening: bool, shared: bool
+        self,
+        sources: Sequence[ByteSource],
+        abilities: Sequence[SourceAbilities],
+        wanted: Sequence[bool],
+        *,
+        opening: bool,
+        shared: bool,
     ) -> list[SourceAbilities]:
         """The abilities, with what is read directly.
 
         Args:
-            sources, abilities: one per shard.
+            sources, abilities, wanted: one per shard; whether anything of it is.
             opening: whether the files are to be opened for it; else nothing but a child process does anything.
             shared: whether several ranks load together.
 
         Raises:
             OptionError: it was demanded and cannot be done.
         """
-        choices = self._choose(sources, abilities, shared)
+        choices = self._choose(sources, abilities, wanted, shared)
         if opening:
             choices = self._opened(sources, choices)
         fallbacks = [choice.reason for choice in choices if choice.warns]
@@ -100,11 +106,14 @@ class DirectRoute:
             for ability, choice in zip(abilities, choices, strict=True)
         ]
 
-    def _choose(self, sources: Sequence[ByteSource], abilities: Sequence[SourceAbilities], shared: bool) -> list[Choice]:
-        found: list[Choice | None] = [None] * len(sources)
+    def _choose(
+        self, sources: Sequence[ByteSource], abilities: Sequence[SourceAbilities], wanted: Sequence[bool], shared: bool
+    ) -> list[Choice]:
+        found = [Choice(False, "", Verdict(False, ""))] * len(sources)
         for shard in sorted(range(len(sources)), key=lambda shard: -sources[shard].nbytes):  # the longest is tried out
-            found[shard] = self._choose_one(sources[shard], abilities[shard], shared)
-        return cast("list[Choice]", found)
+            if wanted[shard]:
+                found[shard] = self._choose_one(sources[shard], abilities[shard], shared)
+        return found
 
     def _choose_one(self, source: ByteSource, ability: SourceAbilities, shared: bool) -> Choice:
         if shared:

@@ -115,7 +115,8 @@ class Request:
         if self.held is not None:
             abilities = [replace(ability, held=self.held.how) for ability in abilities]
         if self.direct is not None:
-            abilities = self.direct.decide(self.checkpoint.sources, abilities, opening=opening, shared=shared)
+            wanted = [rows is None or bool(rows) for rows in self.chosen]
+            abilities = self.direct.decide(self.checkpoint.sources, abilities, wanted, opening=opening, shared=shared)
         resolve = resolve_limits if self.device_name == "cpu" else resolve_staging
         limits = resolve(self.options, abilities, largest=self.checkpoint.largest, nbytes=nbytes)
         with gc_paused.held():
