@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 import torch
 from corpus.fixtures import CorpusFolder, corpus  # noqa: F401  # a fixture
+from simulated_gpu import needs_compiler
 
 import headrace
 from headrace.errors import HeadraceError
+from headrace.testing.devices import SimulatedDevice
+from headrace.testing.simulated import SimulatedRuntime
 
 LIMIT_S = 60  # where a case states none
 BATCH = 16  # cases a child takes on before the next one is forked
@@ -42,6 +45,15 @@ def by_streaming_in_a_corner(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """With as little memory and as few readers as there can be, in file order."""
     with headrace.stream(path, memory_limit=0, concurrency=1, order="file", direct_io="on") as tensors:
         yield from tensors
+
+
+def by_streaming_to_a_device(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """To a simulated GPU; what it finds forbidden is a failure."""
+    with SimulatedRuntime() as runtime:
+        with headrace.stream(path, device=SimulatedDevice(runtime)) as tensors:
+            yield from tensors
+        assert runtime.violations() == []
+        assert runtime.live().registered == 0
 
 
 LOADERS: list[Loader] = [by_streaming, by_loading, by_streaming_in_a_corner]
@@ -142,7 +154,7 @@ def problems(folder: CorpusFolder, loader: Loader, cases: list[Case]) -> dict[st
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns where torch has threads; ours hold no lock
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", [*LOADERS, pytest.param(by_streaming_to_a_device, marks=needs_compiler)])
 def test_every_case_gets_the_verdict_and_the_bytes_of_its_record(
     corpus: CorpusFolder,  # noqa: F811  # the fixture
     loader: Loader,
