@@ -310,6 +310,7 @@ def test_a_library_that_fails_or_lies_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(("fault", "step"), [("open_hangs", "opening it"), ("read_hangs", "reading")])
+@pytest.mark.slow
 def test_a_library_that_hangs_is_refused_within_the_limit_and_the_child_is_gone(
     lazy: Direct, tmp_path: Path, fault: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +366,7 @@ def test_the_mode_is_what_the_statistics_say(routes: tuple[int, int, int], mode:
     assert mode_of(Routes(*routes)) == mode
 
 
+@pytest.mark.slow
 def test_a_runtime_that_cannot_be_used_and_a_library_that_is_not_there_are_reasons(lazy: Direct, tmp_path: Path) -> None:
     source = FileSource(model(tmp_path, SMALL))
     nothing = gds.verdict_of(source, GpuPlace(str(lazy.gpu.runtime.path), "cuda", 0, "x"), [str(tmp_path / "none.so")])
@@ -377,6 +379,7 @@ def test_a_runtime_that_cannot_be_used_and_a_library_that_is_not_there_are_reaso
     source.close()
 
 
+@pytest.mark.slow
 def test_the_child_leaves_no_log_behind_and_needs_no_torch(lazy: Direct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -391,6 +394,7 @@ def test_the_child_leaves_no_log_behind_and_needs_no_torch(lazy: Direct, tmp_pat
 
 @pytest.mark.parametrize("data_start", [0, 1, 4])
 @pytest.mark.parametrize("arguments", [{}, {"memory_limit": 0, "concurrency": 4}, {"ownership": "copied"}], ids=str)
+@pytest.mark.slow
 def test_bytes_arrive_right_and_most_of_them_straight(
     direct: Direct, tmp_path: Path, data_start: int, arguments: dict[str, Any]
 ) -> None:
@@ -588,6 +592,7 @@ def test_what_refuses_in_this_process_though_not_in_the_child_falls_back_too(
 
 
 @pytest.mark.leaky_ok(reason="the thread that opens the library never comes back")
+@pytest.mark.slow
 def test_opening_and_registering_cannot_hang_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold(monkeypatch)
     with direct_gpu(tmp_path) as direct:
@@ -693,6 +698,7 @@ def test_a_file_that_ends_early_or_changes_is_an_error(lazy: Direct, tmp_path: P
 
 
 @pytest.mark.leaky_ok(reason="the thread of a read that never comes back is left behind")
+@pytest.mark.slow
 def test_a_read_past_its_deadline_raises_and_its_thread_and_memory_are_never_used_again(tmp_path: Path) -> None:
     contents = random_contents(*[2 * MIB] * 6)
     with direct_gpu(tmp_path, checks=False) as direct:
@@ -761,6 +767,7 @@ def test_a_forked_child_does_not_use_the_parents_library(lazy: Direct, tmp_path:
 
 
 @pytest.mark.parametrize("after", range(0, 8, 2))
+@pytest.mark.slow
 def test_an_allocation_that_fails_changes_no_byte(direct: Direct, tmp_path: Path, after: int) -> None:
     contents = mixed_contents()
     path = model(tmp_path, contents, data_start=1)
@@ -786,6 +793,7 @@ MODES = [("p2p", 300, True), ("posix", 300, False), ("posix", 700, True)]
 
 
 @pytest.mark.parametrize(("route", "room", "stays"), MODES)
+@pytest.mark.slow
 def test_in_compatibility_mode_an_oversized_tensor_stays_on_the_device_where_it_leaves_room_and_p2p_is_left_alone(
     tmp_path: Path, route: str, room: int, stays: bool
 ) -> None:
@@ -905,6 +913,7 @@ def test_reopening_gives_the_same_inode_whatever_lies_at_the_path(tmp_path: Path
         source.reopen(os.O_RDONLY)
 
 
+@pytest.mark.slow
 def test_the_acceptance_on_a_gpu_compares_loads_by_both_routes(
     lazy: Direct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
