@@ -195,7 +195,7 @@ class Image:
         """Page-lock all of it, or nothing. Raises `PinningError`, or another `DeviceError`."""
         self._device = device
         try:
-            with ThreadPoolExecutor(_THREADS, "headrace-hold", device.enter_thread) as pool:
+            with ThreadPoolExecutor(_THREADS, "headrace-hold") as pool:
                 list(pool.map(self._pin, *zip(*self._pages(), strict=True)))
         except BaseException:
             self.unpin()
@@ -212,6 +212,7 @@ class Image:
 
     def _pin(self, address: int, nbytes: int) -> None:
         assert self._device is not None
+        self._device.enter_thread()
         self._device.pin(address, nbytes)
         self._pins.append(address)
 

@@ -69,7 +69,7 @@ class InPlace:
         self._used = _Used(device)
         self._finalizer = weakref.finalize(self, self._used.release)
         try:
-            with ThreadPoolExecutor(min(_THREADS, max(1, len(sources))), "headrace-in-place", device.enter_thread) as pool:
+            with ThreadPoolExecutor(min(_THREADS, max(1, len(sources))), "headrace-in-place") as pool:
                 views = list(pool.map(self._used.add, sources.values()))
         except BaseException as exc:
             self.close()
@@ -126,6 +126,7 @@ class _File:
             if self._mapping is None:
                 mapping = _map(fd, source)
                 try:
+                    self.device.enter_thread()
                     address = address_of(memoryview(mapping))
                     self.device.pin(address, round_up(source.nbytes, PAGE))
                 except BaseException:
