@@ -1,0 +1,105 @@
+"""The cases of `scripts/bench device` as plain data: what is copied to a GPU, how, and what has to be reached.
+
+A figure on a GPU is source bytes over time. A simulated one has no speed: there it is the share of the simulated bus that was in
+use, and what was copied. Goals of the one say nothing of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FLOOR = "bare copies, page-locked"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWay:
+    """One way to the device.
+
+    Attributes:
+        name: shown, and unique in its case.
+        call: a function of `device_child`.
+        role: what it is.
+        arguments: for the function.
+        on_gpu_only: why it is not run on a simulated one; empty where it is.
+    """
+
+    name: str
+    call: str
+    role: Literal["headrace", "floor", "peer"]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    on_gpu_only: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGoal:
+    """A bound. On a GPU `metric` is 'speed': source bytes per second of `way` over those of `against`. On a simulated one it is
+    'bus': the share of the bus that was in use; 'sent': bytes that crossed it over source bytes; 'pageable': of them not
+    page-locked."""
+
+    text: str
+    metric: Literal["speed", "bus", "sent", "pageable"]
+    way: str
+    against: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def simulated(self) -> bool:
+        return self.metric != "speed"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCase:
+    """A row of the table."""
+
+    name: str
+    title: str
+    checkpoint: str
+    ways: tuple[DeviceWay, ...]
+    goals: tuple[DeviceGoal, ...]
+
+
+_BARE = DeviceWay(FLOOR, "bare", "floor", {"pinned": True})
+_BARE_PAGEABLE = DeviceWay("bare copies, pageable", "bare", "peer", {"pinned": False})
+_OURS = DeviceWay("headrace", "ours", "headrace", {"pin": "require"})
+_HELD = DeviceWay("headrace, held in page-locked memory", "held", "headrace")
+_PAGEABLE = DeviceWay('headrace, pin="off"', "ours", "headrace", {"pin": "off"})
+_FUSED = DeviceWay("headrace, cast on the way", "ours", "headrace", {"pin": "require", "dtype": "bfloat16"})
+_ON_DEVICE = DeviceWay(
+    "headrace, cast on the device", "ours", "headrace", {"pin": "require", "dtype": "bfloat16", "cast_at": "device"}
+)
+_TORCHS = "a copy of torch's own, which is not simulated"
+_BLOCKING = DeviceWay("torch, converting copy_ out of page-locked memory", "converting", "peer", {}, _TORCHS)
+_LATE = DeviceWay("torch, the same with non_blocking=True", "converting", "peer", {"non_blocking": True}, _TORCHS)
+
+CASES = (
+    DeviceCase(
+        "pinned",
+        "page-locked against pageable memory, cached BF16 files",
+        "shards",
+        (_OURS, _HELD, _PAGEABLE, _BARE, _BARE_PAGEABLE),
+        (
+            DeviceGoal("0.95 × bare copies", "speed", _OURS.name, FLOOR, at_least=0.95),
+            DeviceGoal("page-locked is worth it", "speed", _OURS.name, _PAGEABLE.name, at_least=1.0),
+            DeviceGoal("0.95 of the bus in use", "bus", _OURS.name, at_least=0.95),
+            DeviceGoal("no pageable byte", "pageable", _OURS.name, at_most=0),
+            DeviceGoal("no pageable byte, held", "pageable", _HELD.name, at_most=0),
+        ),
+    ),
+    DeviceCase(
+        "cast",
+        "F32 files, cached, to BF16: cast on the way against copies that convert",
+        "f32",
+        (_FUSED, _ON_DEVICE, _BARE, _BLOCKING, _LATE),
+        (
+            DeviceGoal("1.8 × bare copies, in source bytes", "speed", _FUSED.name, FLOOR, at_least=1.8),
+            DeviceGoal("quicker than torch's converting copy_", "speed", _FUSED.name, _BLOCKING.name, at_least=1.0),
+            DeviceGoal("half of the bytes cross the bus", "sent", _FUSED.name, at_most=0.51),
+            DeviceGoal("no pageable byte", "pageable", _FUSED.name, at_most=0),
+        ),
+    ),
+)
+
+QUICK_SETS = {"shards": "short-shards", "f32": "tiny"}

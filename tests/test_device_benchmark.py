@@ -1,0 +1,70 @@
+"""The benchmark of loads to a device: what it says without a GPU, and what it counts on a simulated one: nothing is a speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpu import needs_compiler
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def run(*arguments: str | Path) -> str:
+    command = [sys.executable, str(BENCHMARKS / "device.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")  # noqa: TID251
+def test_without_a_gpu_it_measures_nothing_and_says_so(tmp_path: Path) -> None:
+    assert "nothing was measured on a GPU" in run("--data", tmp_path, "--out", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_simulated_run_counts_and_calls_nothing_a_speed(tmp_path: Path) -> None:
+    output = run("--simulated", "--quick", "--rounds", "1", "--data", tmp_path, "--out", tmp_path)
+    assert "GB/s " not in output
+    assert output.count("SIMULATED GPU, no speed was measured") == 2
+    found = json.loads((tmp_path / "device-simulated.json").read_text())
+    assert found["simulated"] is True
+    ways: dict[str, Any] = found["cases"]["cast"]["ways"]
+    (cast,), (bare,) = ways["headrace, cast on the way"]["samples"], ways["bare copies, page-locked"]["samples"]
+    assert 2 * cast["sent"] == bare["sent"] == cast["bytes"]
+    assert cast["pageable"] == bare["pageable"] == 0
+    (pageable,) = found["cases"]["pinned"]["ways"]['headrace, pin="off"']["samples"]
+    assert pageable["pageable"] == pageable["sent"] == pageable["bytes"]
+    assert not (tmp_path / "device.json").exists()
+
+
+def test_goals_of_a_gpu_and_of_a_simulated_one_are_told_apart() -> None:
+    from harness.device_cases import CASES, DeviceGoal
+    from harness.device_report import verdict
+
+    names = {case.name: {way.name for way in case.ways} for case in CASES}
+    for case in CASES:
+        for goal in case.goals:
+            assert {goal.way, *([goal.against] if goal.against else [])} <= names[case.name]
+            assert (goal.metric == "speed") != goal.simulated
+    ways = {
+        "a": {"samples": [{"bytes": 300, "seconds": 1.0, "bus": 0.5}]},
+        "b": {"samples": [{"bytes": 100, "seconds": 1.0}]},
+        "c": {"samples": []},
+    }
+    assert verdict(DeviceGoal("x", "speed", "a", "b", at_least=3), ways).startswith("PASS")
+    assert verdict(DeviceGoal("x", "speed", "a", "b", at_least=3.1), ways).startswith("MISS")
+    assert verdict(DeviceGoal("x", "bus", "a", at_most=0.4), ways).startswith("MISS")
+    assert "not measured" in verdict(DeviceGoal("x", "speed", "a", "c", at_least=1), ways)
