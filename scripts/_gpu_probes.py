@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import _gpu_runtime as gpu
+from _gpu_bytes import load_bytes
 from _gpu_cufile import direct_storage
 from _gpu_loads import loads
 from _gpu_runtime import D2D, D2H, H2D, Runtime
@@ -344,6 +345,7 @@ RULES: dict[str, tuple[Probe, float]] = {  # and the seconds after which a probe
     "order": (order, 30),
     "copies": (copies, 30),
     "memory": (memory, 30),
+    "load bytes": (load_bytes, 60),
 }
 FIGURES: dict[str, tuple[Probe, float]] = {
     "machine": (machine, 20),

@@ -282,7 +282,9 @@ class DeviceLanding:
         part = self._on_device(_Part(span.first, span.last, 0, span.nbytes), span)
         moved = range(span.first, span.last) if self._copied and span.last - span.first > 1 else span.misaligned
         sizes = self._plan.tensors.nbytes
-        own = {row: self._device.allocate(sizes[row]) for row in moved if sizes[row]}
+        # A borrowed tensor with all of its memory would share the buffer's storage, and not seem gone while that is known here.
+        more = 1 if self._lent is not None else 0
+        own = {row: self._device.allocate(sizes[row] + more) for row in moved if sizes[row]}
         return _SpanMemory([part], [0], own, span.nbytes + span.cast_nbytes + sum(sizes[row] for row in own))
 
     def _on_device(self, part: _Part, span: Span, *, apart: bool = False) -> _Part:
