@@ -1,6 +1,7 @@
 """GPU acceptance: what this machine's driver does beside what the simulator says that it does, and the machine's figures.
 
-    scripts/gpu                  with a GPU: every probe, in a process of its own with a time limit
+    scripts/gpu                  with a GPU: every probe, in a process of its own with a time limit; the tests that are marked
+                                 gpu; the benchmark of loads to a device; and a table of what came of them
     scripts/gpu --simulated      the simulator alone, on any machine: what a GPU would be compared with
     --json FILE                  the answers as JSON too
     --folder FOLDER              a folder on a disk's filesystem, for the mappings of files
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import subprocess
 import sys
@@ -22,9 +24,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "src"))
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "src"))
 
 import _gpu_probes as probes  # noqa: E402 - beside this file
 
@@ -103,19 +107,70 @@ def show_simulated(simulated: dict[str, Answers]) -> int:
 
 def show_compared(real: dict[str, Answers], simulated: dict[str, Answers], figures: dict[str, Answers]) -> int:
     """Print both, then the figures; the exit status."""
-    total = wrong = 0
+    wrong = 0
     for name in real:
         rows = compare(real[name], simulated[name])
         print(f"\n{name}: {probes.RULES[name][0].__doc__}")
         show([(*row[:3], "" if row[3] else "DIFFERS") for row in rows], ("question", "GPU", "simulator", ""))
-        total += len(rows)
         wrong += sum(not row[3] for row in rows)
     for name, answers in figures.items():
         print(f"\n{name}: {probes.FIGURES[name][0].__doc__}")
         show([(question, str(answer)) for question, answer in answers.items()], ("question", "GPU"))
     broken = failures(real | figures)
-    print(f"\n{total - wrong} of {total} answers agree" + (f"; without an answer: {', '.join(broken)}" if broken else ""))
+    print(f"\n{agreement(real, simulated)}" + (f"; without an answer: {', '.join(broken)}" if broken else ""))
     return 1 if wrong or broken else 0
+
+
+def agreement(real: dict[str, Answers], simulated: dict[str, Answers]) -> str:
+    """How many answers are the same."""
+    rows = [row for name in real for row in compare(real[name], simulated[name])]
+    return f"{sum(row[3] for row in rows)} of {len(rows)} answers agree"
+
+
+def run_tests() -> tuple[str, bool]:
+    """(what came of the tests that are marked gpu, whether that is well)"""
+    missing = [name for name in ("pytest", "pytest_timeout", "hypothesis", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"left out: no {', '.join(missing)} for {sys.executable}", True
+    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    output, code = _run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=src", "-m", "gpu", *files]
+    )
+    return (output.strip().splitlines() or ["no output"])[-1], code == 0
+
+
+def run_benchmark(out: Path) -> tuple[str, bool]:
+    """(how many goals of `scripts/bench device` hold, whether it ran); prints its tables."""
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "device.py"),
+        "--rounds",
+        "3",
+        "--out",
+        str(out),
+        "--data",
+        str(out / "data"),
+    ]
+    output, code = _run(command)
+    print(output)
+    held, missed = (sum(line.startswith(f"  {word}") for line in output.splitlines()) for word in ("PASS", "MISS"))
+    return (f"{held} of {held + missed} goals hold" if code == 0 else f"ended with {code}"), code == 0
+
+
+def _run(command: Sequence[str]) -> tuple[str, int]:
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            timeout=120,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "did not end within 120 s", 124
+    return done.stdout, done.returncode
 
 
 def simulated_like(machine: Answers) -> str:
@@ -143,7 +198,7 @@ def main() -> int:
         print(f"{reason}: nothing was tested")
         return 0
     started = time.monotonic()
-    found: dict[str, dict[str, Answers]]
+    found: dict[str, Any]
     if wanted.simulated:
         found = {"simulated": run_rules("simulated", wanted.folder)}
         status = show_simulated(found["simulated"])
@@ -152,6 +207,20 @@ def main() -> int:
         simulated = run_rules(simulated_like(figures["machine"]), wanted.folder)
         found = {"real": run_rules("real", wanted.folder), "simulated": simulated, "figures": figures}
         status = show_compared(found["real"], simulated, figures)
+        with tempfile.TemporaryDirectory(dir=wanted.folder) as out:
+            benchmark, tests = run_benchmark(Path(out)), run_tests()
+            if (path := Path(out, "device.json")).exists():
+                found["benchmark"] = json.loads(path.read_text())
+        print("\nin all")
+        show(
+            [
+                ("probes", agreement(found["real"], simulated)),
+                ("tests marked gpu", tests[0]),
+                ("scripts/bench device", benchmark[0]),
+            ],
+            ("what", "came of it"),
+        )
+        status = status if tests[1] and benchmark[1] else 1
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     print(f"{today}, {time.monotonic() - started:.0f} s")
     if wanted.json:
