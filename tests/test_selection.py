@@ -377,7 +377,7 @@ def test_no_rule_casts_nothing() -> None:
 @pytest.mark.parametrize(
     "rule",
     ["floaty", "F6_E2M3", "F4", {"w": "nonsense"}, {"w": 16}, {"*": "F4"}, 16, lambda _: "nonsense", lambda _: "F4"],
-    ids=str,
+    ids=lambda rule: "callable" if callable(rule) else str(rule),
 )
 def test_a_dtype_that_nothing_can_be_cast_to_names_the_option(rule: object) -> None:
     with pytest.raises(OptionError) as caught:
