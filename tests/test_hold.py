@@ -40,7 +40,9 @@ from headrace.errors import (
     StreamError,
     TensorNotFoundError,
 )
+from headrace.sources.s3 import S3Credentials
 from headrace.testing import Fault, Raise
+from headrace.testing.s3server import S3Server
 
 SHM = Path("/dev/shm")
 MIXED = mixed_contents()
@@ -190,6 +192,25 @@ def test_what_is_verified_is_verified_as_it_is_read(tmp_path: Path) -> None:
         file.write(bytes([last ^ 1]))
     with pytest.raises(IntegrityError):
         headrace.hold(tmp_path, verify=True)
+
+
+def test_a_store_is_asked_once_for_what_is_wanted() -> None:
+    with S3Server({"models": {"m/model.safetensors": serialize(LARGE)}}) as server:
+        keys = S3Credentials(access_key_id="AKTEST", secret_access_key="SKTESTSECRET", endpoint=server.url)
+        held = headrace.hold("s3://models/m", names=["t003", "t020"], credentials=keys)
+    kept, stats = load(held)
+    held.close()
+    assert sorted(kept) == ["t003", "t020"]
+    assert not wrong(kept, LARGE)
+    assert stats.requests == 0
+
+
+def test_every_target_of_a_load_may_take_from_it(gpu: Gpu) -> None:
+    with headrace.hold(WatchedSource(serialize(LARGE)), device=gpu.device) as held:
+        kept = headrace.load(held, device={"t00*": gpu.device})
+        assert not wrong(kept, LARGE)
+        shared = headrace.load(held, device="shared-cpu")
+        assert not wrong(shared, LARGE)
 
 
 def test_a_file_may_change_and_go_once_it_was_read(tmp_path: Path) -> None:
