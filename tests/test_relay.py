@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,29 @@ def load_apart(rank: int, path: Path) -> None:
 def test_ranks_that_share_no_memory_are_refused(folder: Path) -> None:
     for outcome in run_ranks(2, load_apart, folder):
         assert isinstance(error_of(outcome), OptionError)
+
+
+def load_in_place(rank: int, path: Path, refused_on: int | None) -> tuple[dict[str, bytes], int, list[str]]:
+    """Load from tmpfs; on one rank the driver may refuse to page-lock the file."""
+    with simulated_gpu("random") as gpu:
+        if rank == refused_on:
+            gpu.runtime.fail("cudaHostRegister", code=2)
+        with headrace.stream(path, device=gpu.device, group=True, in_place="auto") as tensors:
+            kept = dict(tensors)
+        found = {name: bytes_of(tensor) for name, tensor in kept.items()}
+        del kept
+        return found, tensors.stats.read_nbytes, list(tensors.stats.degraded)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+@pytest.mark.parametrize("refused_on", [None, 1])
+def test_ranks_load_in_place_together_or_not_at_all(refused_on: int | None) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        path = write(Path(name, "m.safetensors"), mixed_contents())
+        found = values(run_ranks(2, load_in_place, path, refused_on))
+        whole = {name: bytes_of(tensor) for name, tensor in headrace.load(path).items()}
+        nbytes = headrace.plan(path).read_nbytes
+    assert all(tensors == whole for tensors, _, _ in found)
+    if refused_on is not None:
+        assert nbytes <= sum(read for _, read, _ in found) < 1.1 * nbytes
+        assert "rank 1 could not" in found[0][2][0]

@@ -190,7 +190,7 @@ class Request:
         target = self._open_device()
         sliced, blocked = self._join_slices(peers) if peers is not None and self.device_name == "cpu" else (frozenset(), {})
         destinations = self._destinations(into, target) if into is not None else {}
-        in_place = self._hold_in_place(target) if self.held is None else self._borrow(target if peers is None else None)
+        in_place = self._hold_in_place(target, peers) if self.held is None else self._borrow(target if peers is None else None)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
         sources = self.checkpoint.sources
@@ -206,7 +206,8 @@ class Request:
         if tracer is not None and self.direct is not None:
             self.direct.files = tracer.direct(self.direct.files)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
-        shared = self._share(peers, landing, plan, counters, sliced, blocks) if peers is not None else None
+        together = peers is not None and (in_place is None or self.held is not None)  # in place, nothing is read from storage
+        shared = self._share(cast("Peers", peers), landing, plan, counters, sliced, blocks) if together else None
         plan = replace(plan, group=counters.group)
         job = Job(
             plan=plan,
@@ -328,8 +329,11 @@ class Request:
         self.loan = self.held.lend(cast("Device", target) if self.in_place_shards else None)
         return self.loan
 
-    def _hold_in_place(self, target: HostTarget | Device) -> Locked | None:
-        """The wanted shards page-locked where they lie, if that is asked for and can be; else `unmapped` says why."""
+    def _hold_in_place(self, target: HostTarget | Device, peers: Peers | None) -> Locked | None:
+        """The wanted shards page-locked where they lie, if that is asked for and can be; else `unmapped` says why.
+
+        All ranks that load together do it, or none: one that read for itself would not give the others what they wait for.
+        """
         asked = self.options.in_place
         if self.device_name == "cpu" or asked not in ("auto", "require"):
             return None
@@ -338,12 +342,19 @@ class Request:
         wanted = {
             i: s for i, (s, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True)) if rows is None or rows
         }
+        held, why = None, ""
         try:
             held = InPlace(cast("Device", target), wanted)
         except NotInPlaceError as exc:
             if asked == "require":
                 raise OptionError(f"in_place='require': {exc}", option="in_place") from exc
-            self.unmapped.append(f"not page-locked in place: {exc}")
+            why = str(exc)
+        if peers is not None and not all(reasons := [not reason for reason in peers.gather(why)]) and held is not None:
+            why = f"rank {reasons.index(False)} could not"
+            held.close()
+            held = None
+        if held is None:
+            self.unmapped.append(f"not page-locked in place: {why}")
             return None
         self.in_place_shards = frozenset(wanted)
         return held
