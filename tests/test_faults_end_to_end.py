@@ -389,9 +389,9 @@ def test_an_opening_that_keeps_failing_is_the_right_error(fault: str, verb: str,
 def test_a_pull_that_failed_goes_on_where_it_was(model: Model, tmp_path: Path) -> None:
     with serving(model, Rule(Status(403, "AccessDenied"), key=f"*/{FAILING}", min_start=2 * MIB)) as server:
         with pytest.raises(AccessDeniedError):
-            run("pull", model, server, tmp_path / "dst")
+            run("pull", model, server, tmp_path / "dst", concurrency=2)  # what is in flight is asked for again
         server.fail()
-        run("pull", model, server, tmp_path / "dst")
+        run("pull", model, server, tmp_path / "dst", concurrency=2)
         assert server.bytes_asked < 1.5 * model.nbytes
 
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -309,6 +309,17 @@ def test_a_library_that_fails_or_lies_is_refused_with_the_reason(
     assert lazy.library.counts().opens == 0
 
 
+def probes() -> list[str]:
+    """Child processes that try a library out, those included that ended and were not waited for."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread, or a child, that ends meanwhile
+            for child in (task / "children").read_text().split():
+                command = Path("/proc", child, "cmdline").read_text()
+                found += [command] if not command or "headrace.sources.gds" in command else []
+    return found
+
+
 @pytest.mark.parametrize(("fault", "step"), [("open_hangs", "opening it"), ("read_hangs", "reading")])
 @pytest.mark.slow
 def test_a_library_that_hangs_is_refused_within_the_limit_and_the_child_is_gone(
@@ -319,8 +330,7 @@ def test_a_library_that_hangs_is_refused_within_the_limit_and_the_child_is_gone(
     found = verdict_for(lazy, model(tmp_path, SMALL))
     assert not found.usable
     assert f"{step} did not come back within 3 s" in found.reason
-    with pytest.raises(ChildProcessError):  # it was waited for
-        os.waitpid(-1, os.WNOHANG)
+    assert not probes()
 
 
 def test_a_verdict_is_kept_for_the_filesystem_and_the_library(lazy: Direct, tmp_path: Path) -> None:
