@@ -108,7 +108,7 @@ class ObjectStorageModel:
         ValueError: the path is no url of an object store.
 
     Example:
-        >>> with ObjectStorageModel("s3://models/minilm", "/tmp/minilm") as model:  # doctest: +SKIP
+        >>> with ObjectStorageModel("s3://models/minilm", "minilm") as model:  # doctest: +SKIP
         ...     model.pull_files(allow_pattern=["*.json"])
     """
 
