@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from headrace._options import AzureSettings, NetworkSettings
-from headrace.errors import OptionError, SourceError
+from headrace.errors import OptionError
 from headrace.sources.azure._address import Location, parse_url
 from headrace.sources.azure._container import Container
 from headrace.sources.azure._errors import BlobNotFoundError
@@ -16,19 +16,12 @@ from headrace.sources.azure._identity import Given, Identity
 from headrace.sources.azure._listing import Entry, Page, parse_page
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
-    INDEX_NBYTES,
     Access,
     HttpError,
-    Traffic,
-    UnsatisfiableError,
-    Version,
     WrongAnswerError,
-    fetch,
-    open_http,
 )
-from headrace.sources.memory import MemorySource
+from headrace.sources.objects import PREFIX_NBYTES, Explained, KeyFolder, leads_out, open_object, prefix_nbytes_of
 
-PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
 _VERSION: Final = "2023-11-03"  # of the service's interface; tokens need one, and names in listings one from 2021 on
 
 
@@ -72,14 +65,7 @@ class AzureStore:
     def _open(self, location: Location, prefix_nbytes: int) -> AzureSource:
         container = self._container(location)
         with container.explained(location):
-            try:
-                source = open_http(container.url(location.key), access=container.access, prefix_nbytes=prefix_nbytes)
-                return AzureSource(source, container, location)
-            except UnsatisfiableError:
-                empty = _open_empty(container, location)
-                if empty is None:
-                    raise
-                return empty
+            return AzureSource(open_object(container.url(location.key), container.access, prefix_nbytes), container, location)
 
     def _container(self, location: Location) -> Container:
         service = self._identity.place.service(location.host)
@@ -95,7 +81,7 @@ def _usual_access() -> Access:
     return Access(proxies=found.proxies, no_proxy=found.no_proxy, tls=found.ca_bundle)
 
 
-class AzureSource:
+class AzureSource(Explained):
     """A blob, readable at any offset from several threads. Made by `open_azure`, `AzureStore.open` and `AzureFolder.open`.
 
     Attributes:
@@ -104,51 +90,10 @@ class AzureSource:
     """
 
     def __init__(self, source: ByteSource, container: Container, location: Location) -> None:
-        self.url = location.url
-        self.nbytes = source.nbytes
-        self.version = source.version
-        self._source, self._container, self._location = source, container, location
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was asked of the network so far, the opening included."""
-        found = getattr(self._source, "traffic", None)
-        return found if isinstance(found, Traffic) else Traffic(requests=2, failed=1)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`.
-
-        Raises:
-            SourceChangedError: the blob is no longer the one that was opened.
-            SourceError: any other failure; the classes are those of this package and of `headrace.sources.http`.
-        """
-        try:
-            self._source.read_into(offset, buffer)
-        except SourceError as exc:
-            raise self._container.explain(exc, self._location) from exc
-
-    def check_unchanged(self) -> None:
-        """Do nothing: every answer was compared with the version that was opened."""
-        with self._container.explained(self._location):
-            self._source.check_unchanged()
-
-    def close(self) -> None:
-        """End reads that are under way in other threads, with `SourceError`. May be called twice."""
-        self._source.close()
+        super().__init__(source, location.url, lambda error: container.explain(error, location))
 
 
-def _open_empty(container: Container, location: Location) -> AzureSource | None:
-    """A blob without bytes, of which no range can be had; None if it has bytes after all."""
-    url = container.url(location.key)
-    headers, body = fetch(url, access=container.access, limit_nbytes=PREFIX_NBYTES)
-    if body:
-        return None
-    source = AzureSource(MemorySource(b"", url=url), container, location)
-    source.version = Version.of(headers, 0)
-    return source
-
-
-class AzureFolder:
+class AzureFolder(KeyFolder[Entry]):
     """The blobs of a container whose names begin with a prefix and a slash: 'az://models/m' is 'm/...', and never 'm2/...'.
 
     Args:
@@ -176,31 +121,6 @@ class AzureFolder:
         self._prefix = f"{prefix}/" if prefix else ""
         self._container = self._store._container(location)
 
-    def names(self) -> list[str]:
-        """Names of the blobs directly under the prefix, sorted; without those that stand for folders.
-
-        Raises:
-            ContainerNotFoundError, BlobNotFoundError: there is no such container, or nothing under the prefix.
-            AccessDeniedError: the credentials do not allow to list.
-        """
-        return [entry.name for entry in self.list_keys(recursive=False)]
-
-    def walk(self) -> list[str]:
-        """Names of all blobs under the prefix, those in folders below included. Raises as `names`."""
-        return [entry.name for entry in self.list_keys()]
-
-    def list_keys(self, *, recursive: bool = True) -> list[Entry]:
-        """The blobs under the prefix, sorted by name, without those that stand for folders; at any depth where it is recursive.
-
-        Raises:
-            As `names`.
-        """
-        pages = list(self._pages(recursive))
-        if self._prefix and all(page.is_empty for page in pages):
-            raise self._no_such_prefix()
-        found = {entry.name: entry for page in pages for entry in page.entries if not entry.is_folder}
-        return [found[name] for name in sorted(found) if recursive or "/" not in name]
-
     def open(self, name: str) -> AzureSource:
         """Open a blob by its name under the prefix, which may have slashes. Listing is not needed, or allowed, for it.
 
@@ -208,10 +128,10 @@ class AzureFolder:
             BlobNotFoundError: it does not exist, or the name leads out of the folder.
         """
         location = self._location.at(self._prefix + name)
-        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+        if leads_out(name):
             url = location.url
             raise BlobNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
-        return self._store._open(location, INDEX_NBYTES if name.endswith(".index.json") else PREFIX_NBYTES)
+        return self._store._open(location, prefix_nbytes_of(name))
 
     def _pages(self, recursive: bool) -> Iterator[Page]:
         query = {"restype": "container", "comp": "list", "include": "metadata"}
@@ -236,6 +156,9 @@ class AzureFolder:
                 f"cannot list {self.url}: the answer is no page of a listing: {exc}. {hint}", url=self.url
             ) from exc
         return page
+
+    def _is_marker(self, entry: Entry) -> bool:
+        return entry.is_folder
 
     def _no_such_prefix(self) -> HttpError:
         hint = "Check the prefix; if it is a blob, open it as one"

@@ -5,20 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
 
 from headrace._options import GcsSettings, NetworkSettings
-from headrace.errors import OptionError, SourceError
+from headrace.errors import OptionError
 from headrace.sources.base import ByteSource
 from headrace.sources.gcs._address import join_url, parse_url
 from headrace.sources.gcs._bucket import Bucket
 from headrace.sources.gcs._errors import ObjectNotFoundError
 from headrace.sources.gcs._identity import GcsCredentials, GiveCredentials, Identity
 from headrace.sources.gcs._listing import Entry, Page, is_marker
-from headrace.sources.http import INDEX_NBYTES, Access, HttpError, Traffic, UnsatisfiableError, Version, fetch, open_http
-from headrace.sources.memory import MemorySource
-
-PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
+from headrace.sources.http import Access, HttpError, Version
+from headrace.sources.objects import PREFIX_NBYTES, Explained, KeyFolder, leads_out, open_object, prefix_nbytes_of
 
 
 class GcsStore:
@@ -62,14 +59,9 @@ class GcsStore:
         bucket = self._bucket(name)
         access, pin = bucket.pinned_access()
         with bucket.explained(key):
-            try:
-                opened = open_http(bucket.url(key), access=access, prefix_nbytes=prefix_nbytes)
-            except UnsatisfiableError:
-                empty = _open_empty(bucket, key, access)
-                if empty is None:
-                    raise
-                return empty
-        pin.generation = opened.version.generation
+            opened = open_object(bucket.url(key), access, prefix_nbytes)
+        if isinstance(opened.version, Version):
+            pin.generation = opened.version.generation
         return GcsSource(opened, bucket, key)
 
     def folder(self, url: str) -> GcsFolder:
@@ -86,7 +78,7 @@ def _usual_access() -> Access:
     return Access(proxies=found.proxies, no_proxy=found.no_proxy, tls=found.ca_bundle)
 
 
-class GcsSource:
+class GcsSource(Explained):
     """An object, readable at any offset from several threads. Made by `open_gcs`, `GcsStore.open` and `GcsFolder.open`.
 
     Attributes:
@@ -95,51 +87,10 @@ class GcsSource:
     """
 
     def __init__(self, source: ByteSource, bucket: Bucket, key: str) -> None:
-        self.url = join_url(bucket.name, key)
-        self.nbytes = source.nbytes
-        self.version = source.version
-        self._source, self._bucket, self._key = source, bucket, key
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was asked of the network so far, the opening included."""
-        found = getattr(self._source, "traffic", None)
-        return found if isinstance(found, Traffic) else Traffic(requests=2, failed=1)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`.
-
-        Raises:
-            SourceChangedError: the object is no longer the one that was opened.
-            SourceError: any other failure; the classes are those of this package and of `headrace.sources.http`.
-        """
-        try:
-            self._source.read_into(offset, buffer)
-        except SourceError as exc:
-            raise self._bucket.explain(exc, self._key) from exc
-
-    def check_unchanged(self) -> None:
-        """Do nothing: every answer was compared with the version that was opened."""
-        with self._bucket.explained(self._key):
-            self._source.check_unchanged()
-
-    def close(self) -> None:
-        """End reads that are under way in other threads, with `SourceError`. May be called twice."""
-        self._source.close()
+        super().__init__(source, join_url(bucket.name, key), lambda error: bucket.explain(error, key))
 
 
-def _open_empty(bucket: Bucket, key: str, access: Access) -> GcsSource | None:
-    """An object without bytes, from which no range can be had; None if it has bytes after all."""
-    url = bucket.url(key)
-    headers, body = fetch(url, access=access, limit_nbytes=PREFIX_NBYTES)
-    if body:
-        return None
-    source = GcsSource(MemorySource(b"", url=url), bucket, key)
-    source.version = Version.of(headers, 0)
-    return source
-
-
-class GcsFolder:
+class GcsFolder(KeyFolder[Entry]):
     """The objects of a bucket whose keys begin with a prefix and a slash: 'gs://bucket/m' is 'm/...', and never 'm2/...'.
 
     Args:
@@ -171,31 +122,6 @@ class GcsFolder:
         self._store = _one_store(store, credentials, access)
         self._bucket = self._store._bucket(bucket)
 
-    def names(self) -> list[str]:
-        """Names of the objects directly under the prefix, sorted; without markers of folders.
-
-        Raises:
-            BucketNotFoundError, ObjectNotFoundError: there is no such bucket, or nothing under the prefix.
-            AccessDeniedError: the account may not list.
-        """
-        return [entry.name for entry in self.list_keys(recursive=False)]
-
-    def walk(self) -> list[str]:
-        """Names of all objects under the prefix, those in folders below included. Raises as `names`."""
-        return [entry.name for entry in self.list_keys()]
-
-    def list_keys(self, *, recursive: bool = True) -> list[Entry]:
-        """The objects under the prefix, sorted by name, without markers of folders; at any depth where it is recursive.
-
-        Raises:
-            As `names`.
-        """
-        pages = list(self._pages(recursive))
-        if self._prefix and all(page.is_empty for page in pages):
-            raise self._no_such_prefix()
-        found = {entry.name: entry for page in pages for entry in page.entries if not is_marker(entry)}
-        return [found[name] for name in sorted(found) if recursive or "/" not in name]
-
     def open(self, name: str) -> GcsSource:
         """Open an object by its name under the prefix, which may have slashes. Listing is not needed, or allowed, for it.
 
@@ -203,10 +129,10 @@ class GcsFolder:
             ObjectNotFoundError: it does not exist, or the name leads out of the folder.
         """
         key = self._prefix + name
-        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+        if leads_out(name):
             url = join_url(self._bucket.name, key)
             raise ObjectNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
-        prefix_nbytes = INDEX_NBYTES if name.endswith(".index.json") else PREFIX_NBYTES
+        prefix_nbytes = prefix_nbytes_of(name)
         return self._store.open(join_url(self._bucket.name, key), prefix_nbytes=prefix_nbytes)
 
     def _pages(self, recursive: bool) -> Iterator[Page]:
@@ -216,6 +142,9 @@ class GcsFolder:
                 page = self._bucket.list_page(self._prefix, recursive=recursive, token=token)
             yield page
             token = page.token
+
+    def _is_marker(self, entry: Entry) -> bool:
+        return is_marker(entry)
 
     def _no_such_prefix(self) -> HttpError:
         key = self._prefix.rstrip("/")

@@ -10,29 +10,23 @@ from functools import cached_property
 from typing import Final
 
 from headrace._options import NetworkSettings, S3Settings
-from headrace.errors import OptionError, SourceChangedError, SourceError
+from headrace.errors import OptionError, SourceChangedError
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
-    INDEX_NBYTES,
     Access,
     Headers,
     HttpError,
-    Traffic,
-    UnsatisfiableError,
     Version,
     WrongAnswerError,
-    fetch,
     fetch_head,
-    open_http,
 )
-from headrace.sources.memory import MemorySource
+from headrace.sources.objects import PREFIX_NBYTES, Explained, KeyFolder, leads_out, open_object, prefix_nbytes_of
 from headrace.sources.s3._address import join_url, parse_url
 from headrace.sources.s3._bucket import Bucket
 from headrace.sources.s3._errors import ObjectNotFoundError
 from headrace.sources.s3._identity import GiveCredentials, Identity, S3Credentials
 from headrace.sources.s3._listing import Entry, Page, is_marker, parse_page
 
-PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
 _CHECKSUMS: Final = {"sha256": 32, "sha1": 20, "crc64nvme": 8, "crc32": 4, "crc32c": 4}  # their lengths in bytes
 
 
@@ -79,13 +73,7 @@ class S3Store:
             raise OptionError(f"{url} names no object but a bucket; a folder of it is an S3Folder", option="url")
         bucket = self._bucket(name)
         with bucket.explained(key):
-            try:
-                return S3Source(open_http(bucket.url(key), access=bucket.access, prefix_nbytes=prefix_nbytes), bucket, key)
-            except UnsatisfiableError:
-                empty = _open_empty(bucket, key)
-                if empty is None:
-                    raise
-                return empty
+            return S3Source(open_object(bucket.url(key), bucket.access, prefix_nbytes), bucket, key)
 
     def folder(self, url: str) -> S3Folder:
         """The objects under s3://bucket/prefix. See `S3Folder`."""
@@ -101,7 +89,7 @@ def _usual_access(ca_bundle: str | None) -> Access:
     return Access(proxies=found.proxies, no_proxy=found.no_proxy, tls=ca_bundle or found.ca_bundle)
 
 
-class S3Source:
+class S3Source(Explained):
     """An object, readable at any offset from several threads. Made by `open_s3`, `S3Store.open` and `S3Folder.open`.
 
     Attributes:
@@ -110,10 +98,8 @@ class S3Source:
     """
 
     def __init__(self, source: ByteSource, bucket: Bucket, key: str) -> None:
-        self.url = join_url(bucket.name, key)
-        self.nbytes = source.nbytes
-        self.version = source.version
-        self._source, self._bucket, self._key = source, bucket, key
+        super().__init__(source, join_url(bucket.name, key), lambda error: bucket.explain(error, key))
+        self._bucket, self._key = bucket, key
 
     @cached_property
     def checksums(self) -> dict[str, str]:
@@ -130,33 +116,6 @@ class S3Source:
         if changed:
             raise SourceChangedError(f"{self.url} was replaced after it was opened ({changed})", url=self.url)
         return parse_checksums(headers)
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was asked of the network so far, the opening included."""
-        found = getattr(self._source, "traffic", None)
-        return found if isinstance(found, Traffic) else Traffic(requests=2, failed=1)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`.
-
-        Raises:
-            SourceChangedError: the object is no longer the one that was opened.
-            SourceError: any other failure; the classes are those of this package and of `headrace.sources.http`.
-        """
-        try:
-            self._source.read_into(offset, buffer)
-        except SourceError as exc:
-            raise self._bucket.explain(exc, self._key) from exc
-
-    def check_unchanged(self) -> None:
-        """Do nothing: every answer was compared with the version that was opened."""
-        with self._bucket.explained(self._key):
-            self._source.check_unchanged()
-
-    def close(self) -> None:
-        """End reads that are under way in other threads, with `SourceError`. May be called twice."""
-        self._source.close()
 
 
 def parse_checksums(headers: Headers) -> dict[str, str]:
@@ -178,18 +137,7 @@ def parse_checksums(headers: Headers) -> dict[str, str]:
     return found
 
 
-def _open_empty(bucket: Bucket, key: str) -> S3Source | None:
-    """An object without bytes, from which no range can be had; None if it has bytes after all."""
-    url = bucket.url(key)
-    headers, body = fetch(url, access=bucket.access, limit_nbytes=PREFIX_NBYTES)
-    if body:
-        return None
-    source = S3Source(MemorySource(b"", url=url), bucket, key)
-    source.version = Version.of(headers, 0)
-    return source
-
-
-class S3Folder:
+class S3Folder(KeyFolder[Entry]):
     """The objects of a bucket whose keys begin with a prefix and a slash: 's3://bucket/m' is 'm/...', and never 'm2/...'.
 
     Args:
@@ -223,31 +171,6 @@ class S3Folder:
         self._store = store if store is not None else S3Store(credentials, access=access)
         self._bucket = self._store._bucket(bucket)
 
-    def names(self) -> list[str]:
-        """Names of the objects directly under the prefix, sorted; without markers of folders.
-
-        Raises:
-            BucketNotFoundError, ObjectNotFoundError: there is no such bucket, or nothing under the prefix.
-            AccessDeniedError: the credentials do not allow to list.
-        """
-        return [entry.name for entry in self.list_keys(recursive=False)]
-
-    def walk(self) -> list[str]:
-        """Names of all objects under the prefix, those in folders below included. Raises as `names`."""
-        return [entry.name for entry in self.list_keys()]
-
-    def list_keys(self, *, recursive: bool = True) -> list[Entry]:
-        """The objects under the prefix, sorted by name, without markers of folders; at any depth where it is recursive.
-
-        Raises:
-            As `names`.
-        """
-        pages = list(self._pages(recursive))
-        if self._prefix and all(page.is_empty for page in pages):
-            raise self._no_such_prefix()
-        found = {entry.name: entry for page in pages for entry in page.entries if not is_marker(entry)}
-        return [found[name] for name in sorted(found) if recursive or "/" not in name]
-
     def open(self, name: str) -> S3Source:
         """Open an object by its name under the prefix, which may have slashes. Listing is not needed, or allowed, for it.
 
@@ -255,10 +178,10 @@ class S3Folder:
             ObjectNotFoundError: it does not exist, or the name leads out of the folder.
         """
         key = self._prefix + name
-        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+        if leads_out(name):
             url = join_url(self._bucket.name, key)
             raise ObjectNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
-        prefix_nbytes = INDEX_NBYTES if name.endswith(".index.json") else PREFIX_NBYTES
+        prefix_nbytes = prefix_nbytes_of(name)
         return self._store.open(join_url(self._bucket.name, key), prefix_nbytes=prefix_nbytes)
 
     def _pages(self, recursive: bool) -> Iterator[Page]:
@@ -281,6 +204,9 @@ class S3Folder:
                 f"cannot list {self.url}: the answer is no page of a listing: {exc}. {hint}", url=self.url
             ) from exc
         return page
+
+    def _is_marker(self, entry: Entry) -> bool:
+        return is_marker(entry)
 
     def _no_such_prefix(self) -> HttpError:
         key = self._prefix.rstrip("/")

@@ -1,0 +1,151 @@
+"""Objects of a store and the folders that their keys make: what S3, Google Cloud Storage and Azure have in common.
+
+A store's package names, signs, lists and explains errors; what is the same for all of them stands here. Nothing here knows which
+store it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+from headrace.errors import SourceError
+from headrace.sources.base import ByteSource
+from headrace.sources.http import INDEX_NBYTES, Access, Traffic, UnsatisfiableError, Version, fetch, open_http
+from headrace.sources.memory import MemorySource
+
+PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
+
+
+class Explained:
+    """An object, readable at any offset from several threads, whose errors are told in the store's own terms.
+
+    Attributes:
+        url: as the store's users write it.
+        nbytes, version: when it was opened.
+    """
+
+    def __init__(self, source: ByteSource, url: str, explain: Callable[[SourceError], SourceError]) -> None:
+        self.url, self.nbytes = url, source.nbytes
+        self.version: object = source.version
+        self._source, self._explain = source, explain
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the network so far, the opening included."""
+        found = getattr(self._source, "traffic", None)
+        return found if isinstance(found, Traffic) else Traffic(requests=2, failed=1)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`.
+
+        Raises:
+            SourceChangedError: the object is no longer the one that was opened.
+            SourceError: any other failure; the classes are those of the store's package and of `headrace.sources.http`.
+        """
+        try:
+            self._source.read_into(offset, buffer)
+        except SourceError as exc:
+            raise self._explain(exc) from exc
+
+    def check_unchanged(self) -> None:
+        """Do nothing: every answer was compared with the version that was opened."""
+        try:
+            self._source.check_unchanged()
+        except SourceError as exc:
+            raise self._explain(exc) from exc
+
+    def close(self) -> None:
+        """End reads that are under way in other threads, with `SourceError`. May be called twice."""
+        self._source.close()
+
+
+def open_object(url: str, access: Access, prefix_nbytes: int) -> ByteSource:
+    """Open an object with one GET of its first bytes; a second one where it turns out to be empty.
+
+    Args:
+        url: as it goes over the wire. `access`: for its bucket or container.
+        prefix_nbytes: bytes to fetch now and keep.
+    """
+    try:
+        return open_http(url, access=access, prefix_nbytes=prefix_nbytes)
+    except UnsatisfiableError:
+        headers, body = fetch(url, access=access, limit_nbytes=PREFIX_NBYTES)
+        if body:
+            raise
+        empty = MemorySource(b"", url=url)
+        empty.version = Version.of(headers, 0)
+        return empty
+
+
+class _Named(Protocol):
+    """An object on a page of a listing."""
+
+    @property
+    def name(self) -> str: ...
+
+
+_E = TypeVar("_E", bound=_Named)
+_Listed = TypeVar("_Listed", bound=_Named, covariant=True)
+
+
+class _Page(Protocol[_Listed]):
+    """Part of a listing."""
+
+    @property
+    def entries(self) -> Sequence[_Listed]: ...
+    @property
+    def is_empty(self) -> bool: ...
+
+
+class KeyFolder(ABC, Generic[_E]):
+    """The objects whose keys begin with a prefix and a slash: 'm' is 'm/...', and never 'm2/...'.
+
+    A store's folder says how pages are had, which entries are markers of folders, and what is told where there is nothing.
+    """
+
+    _prefix: str
+
+    def names(self) -> list[str]:
+        """Names of the objects directly under the prefix, sorted; without markers of folders.
+
+        Raises:
+            SourceNotFoundError, SourcePermissionError: there is nothing there, or it may not be listed; the store's own classes.
+        """
+        return [entry.name for entry in self.list_keys(recursive=False)]
+
+    def walk(self) -> list[str]:
+        """Names of all objects under the prefix, those in folders below included. Raises as `names`."""
+        return [entry.name for entry in self.list_keys()]
+
+    def list_keys(self, *, recursive: bool = True) -> list[_E]:
+        """The objects under the prefix, sorted by name, without markers of folders; at any depth where it is recursive.
+
+        Raises:
+            As `names`.
+        """
+        pages = list(self._pages(recursive))
+        if self._prefix and all(page.is_empty for page in pages):
+            raise self._no_such_prefix()
+        found = {entry.name: entry for page in pages for entry in page.entries if not self._is_marker(entry)}
+        return [found[name] for name in sorted(found) if recursive or "/" not in name]
+
+    @abstractmethod
+    def _pages(self, recursive: bool) -> Iterator[_Page[_E]]: ...
+
+    @abstractmethod
+    def _is_marker(self, entry: _E) -> bool: ...
+
+    @abstractmethod
+    def _no_such_prefix(self) -> SourceError: ...
+
+
+def prefix_nbytes_of(name: str) -> int:
+    """Bytes of a file to ask for at once: an index in one request, of shards what most headers fit into."""
+    return INDEX_NBYTES if name.endswith(".index.json") else PREFIX_NBYTES
+
+
+def leads_out(name: str) -> bool:
+    """Whether a name is no name of a file inside of a folder."""
+    return any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name
