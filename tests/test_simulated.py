@@ -1402,6 +1402,19 @@ class TestAcceptance:
         command = [ROOT / "scripts" / "gpu", *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
+    @pytest.mark.slow
+    @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+    @pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="no .venv beside the scripts")
+    def test_a_python_without_torch_is_passed_over(self, tmp_path: Path) -> None:
+        for name in ("python3", "python"):  # first on the path, as a system's own is
+            (tmp_path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+            (tmp_path / name).chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:{os.defpath}"}
+        command = [ROOT / "scripts" / "gpu", "--simulated"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stdout
+        assert "FAILED" not in done.stdout
+
     @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
     def test_without_a_gpu_nothing_is_tested_and_nothing_fails(self, tmp_path: Path) -> None:
         for arguments in ([], ["--json", tmp_path / "answers.json"]):
