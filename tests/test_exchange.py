@@ -174,7 +174,7 @@ def test_slices_are_read_by_each_rank_and_the_rest_by_one(folder: Path) -> None:
     assert sum(read for _, read in found) == headrace.plan(folder).read_nbytes
 
 
-CUTS = {  # by rank, of 3
+CUTS: dict[str, list[Any]] = {  # by rank, of 3
     "columns": [(slice(None), slice(0, 100)), (slice(None), slice(100, 101)), (slice(None), slice(101, None))],
     "parts": [(slice(None), headrace.Parts([(i, i + 100), (500 + i, 600 + i)])) for i in (0, 100, 200)],
     "whole, rows, none": [..., slice(3, 70), slice(0, 0)],
@@ -182,8 +182,10 @@ CUTS = {  # by rank, of 3
 }
 
 
-def load_cuts(rank: int, path: Path, one_node: bool, cut: str, arguments: dict[str, Any]) -> tuple[dict[str, bytes], int, int]:
-    """Slices that overlap in the file; tensors that are given for some of them."""
+def load_cuts(
+    rank: int, path: Path, one_node: bool, cut: str, arguments: dict[str, Any]
+) -> tuple[dict[str, bytes], int, int, int]:
+    """Slices that overlap in the file; tensors that are given for some of them. With what was read, received and sent."""
     if not one_node:
         alone(load)
     names = [f"{shard}.layer.{i}.weight" for shard in range(2) for i in range(8)]
@@ -196,7 +198,18 @@ def load_cuts(rank: int, path: Path, one_node: bool, cut: str, arguments: dict[s
     with headrace.stream(path, group=True, slices=slices, into=given, **arguments) as tensors:
         found = dict(tensors)
     assert all(found[name] is tensor for name, tensor in given.items())
-    return {name: bytes_of(tensor) for name, tensor in found.items()}, tensors.stats.read_nbytes, tensors.stats.peak_nbytes
+    stats = tensors.stats
+    return (
+        {name: bytes_of(tensor) for name, tensor in found.items()},
+        stats.read_nbytes,
+        stats.from_peers_nbytes,
+        stats.to_peers_nbytes,
+    )
+
+
+def slices_of(name: str, index: Any) -> dict[str, Any]:
+    """The slices for one tensor."""
+    return {name: index} if name.endswith(".weight") and index is not ... else {}
 
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
@@ -206,7 +219,10 @@ def test_slices_that_overlap_in_the_file_are_read_once(folder: Path, one_node: b
     for policy in ("chunks", "files") if cut == "columns" else ("chunks",):
         found = values(run_ranks(3, load_cuts, folder, one_node, cut, {"dtype": dtype, "partition": policy, "memory_limit": 0}))
         whole = headrace.load(folder, dtype=dtype)
-        for rank, (tensors, _, _) in enumerate(found):
+        for rank, (tensors, _, received, _) in enumerate(found):
+            taken = {name: headrace.load(folder, names=[name], slices=slices_of(name, CUTS[cut][rank])) for name in whole}
+            own_nbytes = sum((taken[name][name] if name.endswith(".weight") else whole[name]).nbytes for name in whole)
+            assert received <= own_nbytes
             index = CUTS[cut][rank]
             for name, tensor in whole.items():
                 expected = tensor
@@ -214,7 +230,8 @@ def test_slices_that_overlap_in_the_file_are_read_once(folder: Path, one_node: b
                     expected = headrace.load(folder, names=[name], slices={name: index}, dtype=dtype)[name]
                     expected = expected.float() if name == "0.layer.0.weight" else expected
                 assert tensors[name] == bytes_of(expected), (rank, name)
-        read = sum(read for _, read, _ in found)
+        assert sum(sent for _, _, _, sent in found) == sum(received for _, _, received, _ in found)
+        read = sum(read for _, read, _, _ in found)
         assert read <= 1.02 * headrace.plan(folder).read_nbytes
 
 

@@ -37,6 +37,20 @@ class Cutout(NamedTuple):
     target_strides: tuple[int, ...]
 
 
+class Packing(NamedTuple):
+    """A rank's part of a block without what lies between; counted in elements.
+
+    Attributes:
+        pack: what is taken out of the block, and where it stands among the packed elements.
+        unpack: the same elements, out of the packed ones into the tensor's memory.
+        elements: how many they are.
+    """
+
+    pack: list[Cutout]
+    unpack: list[Cutout]
+    elements: int
+
+
 class _Block(NamedTuple):
     """Indices `begin` to `end` of a dimension, at fixed indices of those before it and with all of those behind it."""
 
@@ -44,6 +58,7 @@ class _Block(NamedTuple):
     begin: int
     end: int
     offset: int  # of its first element
+    elements: int
 
 
 class Blocks(NamedTuple):
@@ -53,11 +68,24 @@ class Blocks(NamedTuple):
         names: of the tensors that are read so.
         cutouts: by (span, position) of a read.
         rows: of each such span, the tensor in it.
+        blocks: by (span, position). `shapes`: of each such span, the tensor's shape in the file.
+        stretches: of each such span, what each rank takes.
     """
 
     names: frozenset[str]
     cutouts: Mapping[tuple[int, int], list[Cutout]]
     rows: Mapping[int, int]
+    blocks: Mapping[tuple[int, int], _Block]
+    shapes: Mapping[int, Sequence[int]]
+    stretches: Mapping[int, Sequence[Sequence[_Stretches]]]
+
+    def packings(self, span: int, position: int) -> list[Packing]:
+        """Of each rank, its part of the block that one read is."""
+        shape, block = self.shapes[span], self.blocks[span, position]
+        return [packed(cutouts_of(block, shape, stretches)) for stretches in self.stretches[span]]
+
+
+NO_BLOCKS = Blocks(frozenset(), {}, {}, {}, {}, {})
 
 
 def choose_blocked(infos: Mapping[str, TensorInfo], slices: Sequence[Mapping[str, Index]]) -> frozenset[str]:
@@ -124,6 +152,7 @@ def in_blocks(
     infos: Mapping[str, TensorInfo],
     slices: Mapping[str, Index],
     chunk_nbytes: Sequence[int],
+    ranks: Sequence[Mapping[str, Index]] = (),
 ) -> tuple[Plan, Blocks]:
     """A plan that reads some tensors in blocks, the same ones on every rank whatever its slices are.
 
@@ -132,13 +161,17 @@ def in_blocks(
         infos: which tensors.
         slices: of this rank.
         chunk_nbytes: by shard, about how much is read at once.
+        ranks: the slices of every rank; a tensor that they lack the rank takes whole.
     """
     if not infos:
-        return plan, Blocks(frozenset(), {}, {})
+        return plan, NO_BLOCKS
     reads: list[Read] = []
     spans = []
     cutouts: dict[tuple[int, int], list[Cutout]] = {}
     rows: dict[int, int] = {}
+    blocks: dict[tuple[int, int], _Block] = {}
+    shapes: dict[int, Sequence[int]] = {}
+    of_ranks: dict[int, Sequence[Sequence[_Stretches]]] = {}
     for number, span in enumerate(plan.spans):
         name, first_read = plan.tensors.names[span.first], len(reads)
         if name not in infos:
@@ -146,17 +179,25 @@ def in_blocks(
             spans.append(replace(span, first_read=first_read, last_read=len(reads)))
             continue
         info, itemsize = infos[name], DTYPES[infos[name].dtype].itemsize
-        stretches = stretches_of(info.shape, slices[name])
-        assert stretches is not None, "chosen by the same function"
-        for block, nbytes, found in blocks_of(info.shape, stretches, chunk_nbytes[span.shard] // itemsize):
-            position = block * itemsize
-            reads.append(Read(span.shard, info.offset + position, nbytes * itemsize, number, position))
-            cutouts[number, position] = found
-        rows[number] = span.first
+        stretches = _chosen_stretches(info.shape, slices[name])
+        for block in _divided(info.shape, chunk_nbytes[span.shard] // itemsize):
+            position = block.offset * itemsize
+            reads.append(Read(span.shard, info.offset + position, block.elements * itemsize, number, position))
+            cutouts[number, position] = cutouts_of(block, info.shape, stretches)
+            blocks[number, position] = block
+        rows[number], shapes[number] = span.first, info.shape
+        of_ranks[number] = [_chosen_stretches(info.shape, each.get(name, ...)) for each in ranks]
         # A rank that gets nothing of it takes part as well.
         spans.append(replace(span, first_read=first_read, last_read=len(reads), nbytes=max(1, span.nbytes), offset=None))
     read_nbytes = sum(read.nbytes for read in reads)
-    return replace(plan, spans=spans, reads=reads, read_nbytes=read_nbytes), Blocks(frozenset(infos), cutouts, rows)
+    found = Blocks(frozenset(infos), cutouts, rows, blocks, shapes, of_ranks)
+    return replace(plan, spans=spans, reads=reads, read_nbytes=read_nbytes), found
+
+
+def _chosen_stretches(shape: Sequence[int], index: Index) -> list[_Stretches]:
+    stretches = stretches_of(shape, index)
+    assert stretches is not None, "chosen by the same function"
+    return stretches
 
 
 def blocks_of(shape: Sequence[int], stretches: Sequence[_Stretches], most: int) -> Iterator[tuple[int, int, list[Cutout]]]:
@@ -167,16 +208,42 @@ def blocks_of(shape: Sequence[int], stretches: Sequence[_Stretches], most: int) 
         stretches: what is wanted of each dimension.
         most: elements in a block.
     """
+    for block in _divided(shape, most):
+        yield block.offset, block.elements, cutouts_of(block, shape, stretches)
+
+
+def _divided(shape: Sequence[int], most: int) -> Iterator[_Block]:
     pitches = _pitches(shape)
     dim = next((d for d, pitch in enumerate(pitches) if pitch <= most), len(shape) - 1)
     pitch, step = pitches[dim], max(1, most // pitches[dim])
-    result = [sum(stop - start for start, stop in of_dim) for of_dim in stretches]
     for at in product(*map(range, shape[:dim])):
         base = sum(i * p for i, p in zip(at, pitches, strict=False))
         for begin in range(0, shape[dim], step):
             end = min(begin + step, shape[dim])
-            block = _Block(at, begin, end, base + begin * pitch)
-            yield block.offset, (end - begin) * pitch, list(_cutouts(block, pitches, stretches, _pitches(result)))
+            yield _Block(at, begin, end, base + begin * pitch, (end - begin) * pitch)
+
+
+def cutouts_of(block: _Block, shape: Sequence[int], stretches: Sequence[_Stretches]) -> list[Cutout]:
+    """What is taken out of one block; together it is one stretch of the result."""
+    result = [sum(stop - start for start, stop in of_dim) for of_dim in stretches]
+    return list(_cutouts(block, _pitches(shape), stretches, _pitches(result)))
+
+
+def packed(cutouts: Sequence[Cutout]) -> Packing:
+    """The elements of cutouts one after another."""
+    pack, unpack, at = list[Cutout](), list[Cutout](), 0
+    for cutout in cutouts:
+        pitches = tuple(_pitches(cutout.shape))
+        pack.append(cutout._replace(target=at, target_strides=pitches))
+        unpack.append(cutout._replace(source=at, source_strides=pitches))
+        at += math.prod(cutout.shape)
+    return Packing(pack, unpack, at)
+
+
+def placed(cutouts: Sequence[Cutout]) -> tuple[int, list[Cutout]]:
+    """(first element of the result that they fill, the same cutouts with targets counted from there)."""
+    first = min((cutout.target for cutout in cutouts if all(cutout.shape)), default=0)
+    return first, [cutout._replace(target=cutout.target - first) for cutout in cutouts if all(cutout.shape)]
 
 
 def _cutouts(

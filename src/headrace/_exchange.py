@@ -8,13 +8,14 @@ Ranks of one node copy out of each other's memory (`_node`). Ranks of several br
 the owner says whether it is well: a rank that stops or fails keeps on taking part until it is its turn to say so, so that no
 rank waits for one that has gone.
 
-Tensors of which ranks take columns are read in blocks (`_blocks`), which are exchanged as they lie in the file; every rank takes
-its part out of each.
+Tensors of which ranks take columns are read in blocks (`_blocks`). On one node they are exchanged as they lie in the file, and
+every rank takes its part out of each; over the group the owner takes them apart, and sends every rank its part alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from typing import Final, NamedTuple, Protocol
 import torch
 
 from headrace import _node
-from headrace._blocks import Blocks, Cutout
+from headrace._blocks import Blocks, Cutout, Packing, packed
 from headrace._cast import copy_cutout
+from headrace._dtypes import DTYPES
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._landing import Filling, Landing, Maker
 from headrace._node import FAILED, SLOTS, STOPPED, WELL, Leaving, NodeMemory, check_left
@@ -87,10 +89,10 @@ class _Offer(NamedTuple):
     hops: Hops
     part: _Part | None = None
 
-    def take_part(self, block: memoryview) -> None:
-        """What this rank takes out of a block, into its tensor."""
+    def take_part(self, block: memoryview, cutouts: Sequence[Cutout] | None = None) -> None:
+        """What this rank takes out of a block, into its tensor; out of something else where `cutouts` says so."""
         assert self.part is not None
-        for cutout in self.part.cutouts:
+        for cutout in self.part.cutouts if cutouts is None else cutouts:
             copy_cutout(block, self.part.memory, cutout, self.part.copy)
 
 
@@ -413,10 +415,12 @@ class _Exchange:
                 self._state.wait()
             return self._offers.pop(k, None)
 
-    def _finish(self, offer: _Offer, *, sent: bool) -> None:
-        nbytes = landing_nbytes(offer.read)
+    def _finish(self, offer: _Offer, *, sent: bool, nbytes: int | None = None) -> None:
+        """A read is done. `nbytes`: what moved, if it was not all of the read to every rank."""
+        if nbytes is None:
+            nbytes = landing_nbytes(offer.read) * (self._peers.size - 1 if sent else 1)
         if sent:
-            self._progress.to_peers_nbytes += nbytes * (self._peers.size - 1)
+            self._progress.to_peers_nbytes += nbytes
         else:
             self._progress.from_peers_nbytes += nbytes
         if sent and offer.part is not None:
@@ -435,9 +439,13 @@ class _Exchange:
             after = self._own_rounds[turn - SLOTS] + 1 if turn >= SLOTS else 0
             if offer is None or not self._node.send(turn, offer.memory, after=after):
                 return
+            nbytes = None
             if offer.part is not None:
                 offer.take_part(offer.memory[0])
-            self._finish(offer, sent=True)
+                packings = self.blocks.packings(offer.read.span, offer.read.position)
+                itemsize = DTYPES[offer.part.copy.source].itemsize
+                nbytes = sum(each.elements for other, each in enumerate(packings) if other != self._peers.rank) * itemsize
+            self._finish(offer, sent=True, nbytes=nbytes)
 
     def _receive_rounds(self) -> None:
         assert self._node is not None
@@ -447,9 +455,15 @@ class _Exchange:
                 offer = self._await_offer(k)
                 if offer is None or not self._receive(offer, owner, turns[owner]):
                     return
-                self._finish(offer, sent=False)
+                self._finish(offer, sent=False, nbytes=self._part_nbytes(offer))
             turns[owner] += 1
             self._node.done(k + 1)
+
+    def _part_nbytes(self, offer: _Offer) -> int | None:
+        """Bytes that this rank takes out of a block; None where it is no block."""
+        if offer.part is None:
+            return None
+        return sum(math.prod(cutout.shape) for cutout in offer.part.cutouts) * DTYPES[offer.part.copy.source].itemsize
 
     def _receive(self, offer: _Offer, owner: int, turn: int) -> bool:
         assert self._node is not None
@@ -465,25 +479,64 @@ class _Exchange:
     def _over_group(self) -> None:
         for k, owner in enumerate(self._share.owners):
             offer = self._await_offer(k)
-            status = _status(self._leaving) if owner == self._peers.rank else _status(None)
-            in_place = offer is not None and (owner == self._peers.rank or len(offer.memory) == 1)
-            scratch_nbytes = landing_nbytes(self.plan.reads[self._share.rounds[k]])
-            data = _joined(offer.memory) if offer and in_place else torch.empty(scratch_nbytes, dtype=torch.uint8)
-            self._peers.broadcast([status, data], owner)
+            read = self.plan.reads[self._share.rounds[k]]
+            if read.span in self.blocks.rows:
+                self._scatter(read, owner, offer)
+            else:
+                self._broadcast(read, owner, offer)
             if owner == self._peers.rank and offer is None:
                 return
-            _check(status, owner)
-            if offer is not None:
-                if offer.part is not None:
-                    offer.take_part(data.numpy().data)
-                elif not in_place:
-                    _divide(data, offer.memory)
-                self._finish(offer, sent=owner == self._peers.rank)
         # Everybody hears how everybody is: who fails after its last turn could not say so.
         failed = self._leaving if self._leaving is not None and self._leaving.status == FAILED else None
         for rank, status in enumerate(self._peers.gather_statuses(_status(failed))):
             if rank != self._peers.rank:
                 _check(status, rank)
+
+    def _broadcast(self, read: Read, owner: int, offer: _Offer | None) -> None:
+        """A read that every rank takes whole."""
+        owns = owner == self._peers.rank
+        status = _status(self._leaving if owns else None)
+        in_place = offer is not None and (owns or len(offer.memory) == 1)
+        data = _joined(offer.memory) if offer and in_place else torch.empty(landing_nbytes(read), dtype=torch.uint8)
+        self._peers.broadcast([status, data], owner)
+        if not owns:
+            _check(status, owner)
+        if offer is not None:
+            if not in_place:
+                _divide(data, offer.memory)
+            self._finish(offer, sent=owns)
+
+    def _scatter(self, read: Read, owner: int, offer: _Offer | None) -> None:
+        """A block, of which each rank is sent what it takes."""
+        own, itemsize = self._peers.rank, DTYPES[self.plan.tensors.sources[self.blocks.rows[read.span]]].itemsize
+        if owner == own:
+            packings = self.blocks.packings(read.span, read.position)
+            sizes = [packing.elements * itemsize if rank != own else 0 for rank, packing in enumerate(packings)]
+            parts = torch.empty(sum(sizes), dtype=torch.uint8)
+            if offer is not None:
+                _pack(offer, packings, sizes, parts)
+            self._peers.scatter(_status(self._leaving), parts, sizes, owner)
+            if offer is not None:
+                offer.take_part(offer.memory[0])
+                self._finish(offer, sent=True, nbytes=parts.nbytes)
+            return
+        mine, status = packed(self.blocks.cutouts[read.span, read.position]), _status(None)
+        parts = torch.empty(mine.elements * itemsize, dtype=torch.uint8)
+        self._peers.scatter(status, parts, [parts.nbytes if rank == own else 0 for rank in range(self._peers.size)], owner)
+        _check(status, owner)
+        if offer is not None:
+            offer.take_part(parts.numpy().data, mine.unpack)
+            self._finish(offer, sent=False, nbytes=parts.nbytes)
+
+
+def _pack(offer: _Offer, packings: Sequence[Packing], sizes: Sequence[int], parts: torch.Tensor) -> None:
+    """Every rank's part of a block, one after another; those that nothing is sent to are left out."""
+    assert offer.part is not None
+    same, at, into = Copy(offer.part.copy.source, offer.part.copy.source), 0, parts.numpy().data
+    for packing, nbytes in zip(packings, sizes, strict=True):
+        for cutout in packing.pack if nbytes else ():
+            copy_cutout(offer.memory[0], into[at : at + nbytes], cutout, same)
+        at += nbytes
 
 
 def _status(leaving: Leaving | None) -> torch.Tensor:

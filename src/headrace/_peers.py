@@ -146,6 +146,29 @@ class Peers:
         except RuntimeError as exc:
             raise self._lost(exc) from exc
 
+    def scatter(self, status: torch.Tensor, parts: torch.Tensor, sizes: Sequence[int], owner: int) -> None:
+        """Send everybody the owner's status, and each rank a part of its own. Raises as `broadcast`.
+
+        Args:
+            status: of the owner; received into on the others.
+            parts: on the owner those of all ranks, one after another; on the others where this rank's comes to. Bytes.
+            sizes: of each rank's part, the owner's own being 0; on the others only that of their own counts.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = owner
+        nothing, none = torch.empty(0, dtype=torch.uint8), [0] * self.size
+        if owner == self.rank:
+            ends = (nothing, parts, none, list(sizes))
+        else:
+            ends = (parts, nothing, [sizes[self.rank] if rank == owner else 0 for rank in range(self.size)], none)
+        try:
+            for work in [self._wire.broadcast([status], options), self._wire.alltoall_base(*ends)]:
+                self._wait(work)
+        except PeerError:
+            raise
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+
     def gather_statuses(self, status: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's status, in the order of ranks, over the connections. Raises as `broadcast`."""
         found = [torch.empty_like(status) for _ in range(self.size)]

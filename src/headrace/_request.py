@@ -188,14 +188,16 @@ class Request:
                 f"mmap hands out views of the file, which cannot be {ownership}; leave one of the two out", option="mmap"
             )
         target = self._open_device()
-        sliced, blocked = self._join_slices(peers) if peers is not None and self.device_name == "cpu" else (frozenset(), {})
+        sliced, blocked, of_ranks = frozenset[str](), dict[str, TensorInfo](), list[dict[str, Index]]()
+        if peers is not None and self.device_name == "cpu":
+            sliced, blocked, of_ranks = self._join_slices(peers)
         destinations = self._destinations(into, target) if into is not None else {}
         in_place = self._hold_in_place(target, peers) if self.held is None else self._borrow(target if peers is None else None)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
         sources = self.checkpoint.sources
         chunks = [NETWORK_CHUNK_NBYTES if is_remote(source) else CHUNK_NBYTES for source in self.checkpoint.sources]
-        plan, blocks = in_blocks(plan, blocked, self.slices, chunks)
+        plan, blocks = in_blocks(plan, blocked, self.slices, chunks, of_ranks)
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += self.direct.degraded if self.direct is not None else []
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
@@ -409,14 +411,17 @@ class Request:
             compat=self.direct is not None and self.direct.compat,
         )
 
-    def _join_slices(self, peers: Peers) -> tuple[frozenset[str], dict[str, TensorInfo]]:
-        """What any rank slices, and which of that is read in blocks: of those this rank takes a slice too, be it all of it."""
+    def _join_slices(self, peers: Peers) -> tuple[frozenset[str], dict[str, TensorInfo], list[dict[str, Index]]]:
+        """What any rank slices, and which of that is read in blocks: of those this rank takes a slice too, be it all of it.
+
+        And the slices of every rank.
+        """
         slices = peers.gather(self.slices)
         sliced = frozenset(name for each in slices for name in each)
         infos = {name: self.checkpoint[name] for name in sorted(sliced)}
         blocked = choose_blocked(infos, slices)
         self.slices |= {name: ... for name in blocked if name not in self.slices}
-        return sliced, {name: infos[name] for name in infos if name in blocked}
+        return sliced, {name: infos[name] for name in infos if name in blocked}, slices
 
     def _share(
         self,
