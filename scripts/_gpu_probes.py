@@ -59,7 +59,8 @@ def register(runtime: Runtime, _: Path) -> Answers:
         answers["neighbour on the same page"] = code("HostRegister", address + 1234 + PAGE + 7, 100, 0)
         answers["neighbour on the next page"] = code("HostRegister", address + 2 * PAGE, PAGE, 0)
         answers["unregister unaligned"] = code("HostUnregister", address + 1234)
-        code("HostUnregister", address + 2 * PAGE)
+        for start in (address + 1234 + PAGE + 7, address + 2 * PAGE):
+            code("HostUnregister", start)
     answers["unmapped pages"] = code("HostRegister", address, MIB, 0)
     return answers
 
@@ -345,7 +346,7 @@ RULES: dict[str, tuple[Probe, float]] = {  # and the seconds after which a probe
     "order": (order, 30),
     "copies": (copies, 30),
     "memory": (memory, 30),
-    "load bytes": (load_bytes, 60),
+    "load bytes": (load_bytes, 90),
 }
 FIGURES: dict[str, tuple[Probe, float]] = {
     "machine": (machine, 20),

@@ -12,6 +12,7 @@ import pytest
 from headrace.testing.devices import SimulatedDevice
 from headrace.testing.simulated import SimulatedRuntime, find_compiler
 
+REGISTERS_READ_ONLY = 113  # cudaDevAttrHostRegisterReadOnlySupported: 0 was reported of a B300, 1 seen on an H200
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="the simulated runtime needs a C compiler")
 
 
@@ -36,10 +37,13 @@ class Gpu(NamedTuple):
 
 
 @contextmanager
-def simulated_gpu(mode: str = "manual", *, devices: int = 1, index: int = 0, seed: int = 0) -> Iterator[Gpu]:
+def simulated_gpu(
+    mode: str = "manual", *, devices: int = 1, index: int = 0, seed: int = 0, pins_read_only: bool = False
+) -> Iterator[Gpu]:
     """A device that is looked over when the block ends without an error."""
     with SimulatedRuntime(devices=devices, seed=seed) as runtime:
         runtime.mode(mode)
+        runtime.attribute(REGISTERS_READ_ONLY, int(pins_read_only), device=index)
         gpu = Gpu(runtime, SimulatedDevice(runtime, index))
         yield gpu
         gpu.assert_clean()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,9 @@ MIXED = mixed_contents()
 LARGE = random_contents(*[700 * KIB + 512 * i for i in range(20)], 9 * MIB)
 
 
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with simulated_gpu() as made:
+@pytest.fixture(params=[False, True], ids=["for writing", "for reading"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    with simulated_gpu(pins_read_only=request.param) as made:
         yield made
 
 
@@ -40,6 +42,18 @@ def shm() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="headrace-test-", dir=SHM))
     yield folder
     shutil.rmtree(folder)
+
+
+@contextmanager
+def read_only(path: Path) -> Iterator[Path]:
+    """The file under a path that cannot be opened for writing, not even by root: sealed memory."""
+    fd = os.memfd_create("m.safetensors", os.MFD_ALLOW_SEALING)
+    try:
+        os.write(fd, path.read_bytes())
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
 
 
 def load(path: Path, gpu: Gpu, **arguments: Any) -> tuple[dict[str, torch.Tensor], headrace.Snapshot]:
@@ -61,7 +75,33 @@ def test_bytes_come_from_the_file_itself_and_the_file_stays_as_it_is(gpu: Gpu, s
     assert seen.h2d_pinned_nbytes == stats.sent_nbytes == stats.read_nbytes
     assert gpu.runtime.live().registered == 0
     after = path.stat()
-    assert (path.read_bytes(), after.st_mtime_ns, after.st_ino) == (before, times.st_mtime_ns, times.st_ino)
+    assert (path.read_bytes(), after.st_ino, after.st_size) == (before, times.st_ino, times.st_size)
+    if gpu.device.pins_read_only:
+        assert (after.st_mtime_ns, after.st_ctime_ns) == (times.st_mtime_ns, times.st_ctime_ns)
+
+
+def test_a_file_that_may_only_be_read_can_be_used_where_the_device_page_locks_for_reading(gpu: Gpu, shm: Path) -> None:
+    path = write(shm / "m.safetensors", LARGE)
+    with read_only(path) as checkpoint:
+        if not gpu.device.pins_read_only:
+            with pytest.raises(OptionError, match="cannot be (opened|mapped)"):
+                load(checkpoint, gpu)
+            return
+        kept, stats = load(checkpoint, gpu)
+    assert not wrong(kept, LARGE)
+    assert stats.routes[0][1] == "mapped"
+
+
+def test_loads_at_once_and_one_after_the_other_see_no_change(gpu: Gpu, shm: Path) -> None:
+    path = write(shm / "m.safetensors", LARGE)
+    for _ in range(2):
+        with headrace.open(path) as opened:
+            one = headrace.stream(opened, device=gpu.device, in_place="require")
+            other = headrace.stream(path, device=gpu.device, in_place="require")
+            assert not wrong(dict(one), LARGE)
+            assert not wrong(dict(other), LARGE)
+            assert not wrong(headrace.load(opened), LARGE), "a load to the host, of the file that was opened before"
+            one.close(), other.close()
 
 
 def test_several_files_are_page_locked_each_and_all_given_back(gpu: Gpu, shm: Path) -> None:

@@ -218,13 +218,14 @@ class TestRegistration:
         for offset in (-PAGE, 4 * PAGE):
             assert cuda.HostRegister(start + offset, PAGE, 0) == OK
 
-    def test_pages_count_not_bytes(self, cuda: Cuda, runtime: SimulatedRuntime) -> None:
+    def test_whole_pages_are_locked_and_neighbours_may_share_one(self, cuda: Cuda, runtime: SimulatedRuntime) -> None:
         memory = host(4 * PAGE)
         assert cuda.HostRegister(memory.address + 100, PAGE, 0) == OK
         assert runtime.stats().pinned_nbytes == 2 * PAGE
-        assert cuda.HostRegister(memory.address, 100, 0) == ALREADY
-        assert cuda.HostRegister(memory.address + PAGE + 100, 100, 0) == ALREADY
-        assert cuda.HostRegister(memory.address + 2 * PAGE, 100, 0) == OK
+        assert cuda.HostRegister(memory.address, 101, 0) == ALREADY
+        assert cuda.HostRegister(memory.address + PAGE + 99, 100, 0) == ALREADY
+        assert cuda.HostRegister(memory.address, 100, 0) == OK
+        assert cuda.HostRegister(memory.address + PAGE + 100, 100, 0) == OK
 
     def test_nothing_and_nonsense_are_invalid(self, cuda: Cuda) -> None:
         memory = host()
@@ -236,7 +237,7 @@ class TestRegistration:
         memory = host(4 * PAGE)
         assert cuda.HostUnregister(memory.address) == NOT_REGISTERED
         cuda.HostRegister(memory.address, 4 * PAGE, 0)
-        assert cuda.HostUnregister(memory.address + PAGE) == NOT_REGISTERED
+        assert cuda.HostUnregister(memory.address + PAGE) == INVALID
         assert cuda.HostUnregister(memory.address) == OK
         assert cuda.HostUnregister(memory.address) == NOT_REGISTERED
         assert cuda.HostRegister(memory.address, 4 * PAGE, 0) == OK
@@ -335,7 +336,7 @@ class TestRegistration:
         pointer = cuda.made("HostAlloc", PAGE + 1, 0)
         ctypes.memset(pointer, 7, PAGE + 1)
         assert runtime.stats().pinned_nbytes == 2 * PAGE
-        assert cuda.HostUnregister(pointer) == NOT_REGISTERED
+        assert cuda.HostUnregister(pointer) == INVALID
         assert cuda.HostRegister(pointer, PAGE, 0) == ALREADY
         assert cuda.FreeHost(pointer) == OK
         assert cuda.FreeHost(pointer) == INVALID
@@ -403,11 +404,11 @@ class TestLastError:
         assert in_thread(lambda: (cuda.GetLastError(), cuda.HostRegister(host().address, 0, 0))) == (OK, INVALID)
         assert cuda.GetLastError() == NOT_REGISTERED
 
-    def test_counts_not_ready(self, cuda: Cuda, pinned: Host) -> None:
+    def test_is_not_what_is_only_not_ready(self, cuda: Cuda, pinned: Host) -> None:
         stream = cuda.stream()
         cuda.MemcpyAsync(cuda.device_memory(PAGE), pinned.address, PAGE, H2D, stream)
         assert cuda.StreamQuery(stream) == NOT_READY
-        assert cuda.GetLastError() == NOT_READY
+        assert cuda.GetLastError() == OK
 
     def test_errors_have_names_and_texts(self, cuda: Cuda) -> None:
         assert cuda.GetErrorName(712) == b"cudaErrorHostMemoryAlreadyRegistered"
@@ -665,10 +666,9 @@ class TestCopies:
     def test_must_say_their_direction(self, cuda: Cuda, runtime: SimulatedRuntime, pinned: Host) -> None:
         target, stream = cuda.device_memory(PAGE), cuda.stream()
         for direction in (0, D2H, D2D):
-            assert cuda.MemcpyAsync(target, pinned.address, PAGE, direction, stream) == INVALID
+            assert cuda.MemcpyAsync(target, pinned.address, PAGE, direction, stream) == OK, "the driver goes by the pointers"
         assert len(runtime.violations()) == 3
         assert cuda.MemcpyAsync(target, pinned.address, PAGE, 9, stream) == 21
-        assert cuda.MemcpyAsync(pinned.address, host().address, PAGE, H2D, stream) == INVALID
 
     def test_must_stay_inside_device_memory(self, cuda: Cuda, runtime: SimulatedRuntime, pinned: Host) -> None:
         target, stream = cuda.device_memory(100), cuda.stream()

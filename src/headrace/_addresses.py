@@ -8,9 +8,31 @@ from typing import TypeAlias
 Owner: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
+class _Buffer(ctypes.Structure):
+    """Py_buffer of the C API."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("owner", ctypes.py_object),
+        ("nbytes", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("others", ctypes.c_void_p * 5),
+    )
+
+
 def address_of(view: memoryview) -> int:
-    """Address of a writable view's first byte; 0 for an empty one."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
+    """Address of a view's first byte; 0 for an empty one."""
+    if not view.nbytes:
+        return 0
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    buffer = _Buffer()  # ctypes has no other way to memory that must not be written to
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    address = buffer.address
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return int(address or 0)
 
 
 def owner_at(address: int, nbytes: int, keep_alive: object) -> Owner:
@@ -39,5 +61,5 @@ def bytes_of(owner: Owner) -> memoryview:
 
 
 def move(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without the GIL (a slice assignment would hold it). Both views are writable and of one length."""
+    """Copy bytes without the GIL (a slice assignment would hold it). The views are of one length, and the target writable."""
     ctypes.memmove(address_of(target), address_of(source), source.nbytes)

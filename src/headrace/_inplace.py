@@ -1,8 +1,10 @@
 """A checkpoint on tmpfs where it lies: its files mapped and page-locked, as the source of copies to a device.
 
-Nothing is read and nothing is held twice: the device copies out of the file's own pages. That works for tmpfs and memfds alone
-(what the filesystem says, not the path), mapped shared and opened for writing: a private mapping would copy the file as it is
-page-locked, and files on a disk are refused by the driver, or hang it. Nothing is ever written to the file.
+Nothing is read and nothing is held twice: the device copies out of the file's own pages. That is done for tmpfs and memfds alone
+(what the filesystem says, not the path), mapped shared: a private mapping would copy the file as it is page-locked, and files on
+a disk are refused by some drivers, or hang them. Nothing is ever written to the file. Where the device can page-lock memory for
+reading, the file is opened for reading only. Elsewhere it has to be opened for writing, and the kernel, which then faults its pages
+in as a write would, moves its times: the source is told, and other processes that read the file at that moment see a change.
 
 All files of a load or none: where one is refused, those that were page-locked before are given back and the load takes the
 way through the ring. A file that several loads use at once, or that is held for all of them, is mapped and page-locked once for a
@@ -25,7 +27,7 @@ from headrace._addresses import address_of
 from headrace._staging import PAGE, round_up
 from headrace.devices.base import Device
 from headrace.errors import DeviceError, HeadraceError, PinningError
-from headrace.sources.base import ByteSource
+from headrace.sources.base import ByteSource, LocalSource
 
 _TMPFS_MAGIC = 0x01021994  # f_type of statfs(2), of memfds too
 _THREADS = 8
@@ -92,7 +94,7 @@ class _Used:
         self._files: list[_File] = []
 
     def add(self, source: ByteSource) -> memoryview:
-        with _opened(source, os.O_RDWR) as fd:
+        with _opened(source, os.O_RDONLY if self._device.pins_read_only else os.O_RDWR) as fd:
             file = _shelf.take(self._device, fd, self)
             self._files.append(file)
             return file.settle(fd, source)
@@ -122,17 +124,21 @@ class _File:
         """Its bytes, page-locked by whoever comes first. Raises `NotInPlaceError` or `PinningError`; the next one tries again."""
         if not source.nbytes or os.fstat(fd).st_size != source.nbytes:
             raise NotInPlaceError(f"{source.url}: it is empty, or no longer as long as when it was opened")
+        read_only = self.device.pins_read_only
         with self._settling:
             if self._mapping is None:
-                mapping = _map(fd, source)
+                mapping = _map(fd, source, mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE)
                 try:
                     self.device.enter_thread()
                     address = address_of(memoryview(mapping))
-                    self.device.pin(address, round_up(source.nbytes, PAGE))
+                    source.check_unchanged()
+                    self.device.pin(address, round_up(source.nbytes, PAGE), read_only=read_only)
+                    self._mapping, self._address = mapping, address
                 except BaseException:
                     mapping.close()  # it has a descriptor, and the error's traceback may live on
                     raise
-                self._mapping, self._address = mapping, address
+            if not read_only:
+                cast(LocalSource, source).forgive_times()
             return memoryview(self._mapping)
 
     def release(self) -> None:
@@ -203,10 +209,10 @@ def _opened(source: ByteSource, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _map(fd: int, source: ByteSource) -> mmap.mmap:
-    """All of a file, shared and writable."""
+def _map(fd: int, source: ByteSource, protection: int) -> mmap.mmap:
+    """All of a file, shared."""
     try:
-        return mmap.mmap(fd, source.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(fd, source.nbytes, flags=mmap.MAP_SHARED, prot=protection)
     except OSError as exc:
         raise NotInPlaceError(f"{source.url}: it cannot be mapped: {exc.strerror}") from exc
 

@@ -111,12 +111,15 @@ class Device(Protocol):
     Attributes:
         name: as the caller writes it, "cuda:0".
         in_place_refused: why files cannot be page-locked where they lie; None where they can.
+        pins_read_only: whether memory that the host may only read can be page-locked too.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def in_place_refused(self) -> str | None: ...
+    @property
+    def pins_read_only(self) -> bool: ...
 
     def enter_thread(self) -> None:
         """Make this the current device of a thread that was started for it, and leave it so."""
@@ -126,8 +129,13 @@ class Device(Protocol):
 
     # -- host memory
 
-    def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory. Raises `PinningError`."""
+    def pin(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Page-lock host memory. Raises `PinningError`.
+
+        Args:
+            read_only: the device will only read it. Its pages are not made ready for writing, so a file they belong to stays as it
+                is, times included. Only where `pins_read_only`.
+        """
 
     def unpin(self, address: int) -> None:
         """Undo `pin`. No copy may be under way. From any thread, the collector's included. Raises `DeviceError`."""

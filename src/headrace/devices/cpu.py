@@ -58,8 +58,9 @@ class CpuTarget:
         except RuntimeError as exc:
             if not pinned:
                 raise
-            reason = str(exc).partition("\n")[0]
-            raise PinningError(f"torch cannot allocate {nbytes:,} page-locked bytes: {reason}", device=self.name) from exc
+            reason = str(exc).partition("\n")[0].rstrip(".")
+            message = f"torch cannot allocate {nbytes:,} page-locked bytes: {reason}; pin='auto' goes on without"
+            raise PinningError(message, device=self.name) from exc
         return tensor, view_at(tensor.data_ptr(), nbytes, tensor)
 
     def destination(self, tensor: Any, name: str, dtype: str, shape: Sequence[int]) -> Destination:

@@ -6,6 +6,7 @@ translate their own exceptions into `headrace.errors` at this boundary, once. No
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
 
 
@@ -84,6 +85,24 @@ def aligned_source(source: ByteSource) -> AlignedSource | None:
     return cast(AlignedSource, source) if hasattr(source, "read_direct_into") else None
 
 
+@runtime_checkable
+class JoiningSource(ByteSource, Protocol):
+    """A source that fetches neighbouring ranges with one request, whatever memory each of them belongs to."""
+
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after another, with the bytes from `offset` on. Otherwise as `read_into`."""
+
+
+def read_into_each(source: ByteSource, offset: int, buffers: Sequence[memoryview]) -> None:
+    """Fill buffers with the bytes that follow each other from `offset` on: by one request where the source can do that."""
+    if hasattr(source, "read_into_each"):
+        cast(JoiningSource, source).read_into_each(offset, buffers)
+        return
+    for buffer in buffers:
+        source.read_into(offset, buffer)
+        offset += len(buffer)
+
+
 def is_remote(source: ByteSource) -> bool:
     """Whether every read is a round trip over a network. Such sources count their `traffic`."""
     return hasattr(source, "traffic")
@@ -103,6 +122,13 @@ class LocalSource(ByteSource, Protocol):
 
     def reopen(self, flags: int) -> int:
         """A new descriptor of the open file, whatever lies at its path by now; the caller closes it. Raises OSError."""
+
+    def forgive_times(self) -> None:
+        """Take the file's times as they are now for those of the version that was opened.
+
+        For who has just made its pages writable, which moves them although nothing is written. Raises `SourceChangedError` where
+        it is another file by now, or of another size.
+        """
 
 
 class DirectSource(Protocol):

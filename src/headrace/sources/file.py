@@ -17,6 +17,7 @@ import mmap
 import os
 import stat
 import threading
+from datetime import datetime, timezone
 from typing import Final, Literal
 
 from headrace.errors import (
@@ -188,6 +189,20 @@ class FileSource:
         finally:
             descriptor = None
 
+    def forgive_times(self) -> None:
+        """See `LocalSource.forgive_times`."""
+        descriptor = self._descriptor
+        try:
+            if descriptor is None:
+                raise self._closed(None, None)
+            now = os.fstat(descriptor.fd)
+        finally:
+            descriptor = None
+        same = [getattr(now, field) == getattr(self._opened, field) for field in ("st_dev", "st_ino", "st_size")]
+        if not all(same):
+            raise self._changed(self._difference(now), None, None)
+        self._opened, self.version = now, _version(now)
+
     def close(self) -> None:
         """Give back the descriptors; reads that are under way in other threads finish first. May be called twice."""
         with self._lock:
@@ -316,7 +331,7 @@ class FileSource:
         if now.st_nlink == before.st_nlink:
             fields.append("st_ctime_ns")
         return ", ".join(
-            f"{name[3:]} {getattr(before, name)} -> {getattr(now, name)}"
+            f"{name[3:].removesuffix('_ns')} {_shown(name, getattr(before, name))} -> {_shown(name, getattr(now, name))}"
             for name in fields
             if getattr(before, name) != getattr(now, name)
         )
@@ -552,6 +567,13 @@ def _libc() -> ctypes.CDLL:
 
 def _address(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _shown(field: str, value: int) -> str:
+    """A field of stat as people read it: times to the microsecond, in UTC."""
+    if not field.endswith("_ns"):
+        return str(value)
+    return f"{datetime.fromtimestamp(value // 10**9, timezone.utc):%Y-%m-%dT%H:%M:%S}.{value % 10**9 // 1000:06d}Z"
 
 
 def _version(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -89,6 +89,7 @@ class CudaDevice:
         self.runtime, self.allocator, self.index, self.name = runtime, allocator, index, name
         self.copy_stream = allocator.copy_stream
         self._node = runtime.numa_node(index)
+        self.pins_read_only = runtime.registers_read_only(index)
 
     @property
     def in_place_refused(self) -> str | None:
@@ -109,8 +110,8 @@ class CudaDevice:
 
     # -- host memory
 
-    def pin(self, address: int, nbytes: int) -> None:
-        self.runtime.register(address, nbytes)
+    def pin(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        self.runtime.register(address, nbytes, read_only=read_only)
 
     def unpin(self, address: int) -> None:
         with self.allocator.current():

@@ -17,7 +17,8 @@ from headrace.errors import DeviceError, PinningError
 SUCCESS, NOT_READY = 0, 600
 HOST_TO_DEVICE, DEVICE_TO_DEVICE = 1, 3
 _DISABLE_TIMING = 2
-_PCI_BUS, _PCI_DEVICE, _PCI_DOMAIN = 33, 34, 50  # enum cudaDeviceAttr, CUDA 13.0
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
+_PCI_BUS, _PCI_DEVICE, _PCI_DOMAIN, _REGISTERS_READ_ONLY = 33, 34, 50, 113  # enum cudaDeviceAttr, CUDA 13.0
 
 _pointer, _size, _int, _unsigned = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 _out = ctypes.POINTER(ctypes.c_void_p)
@@ -88,9 +89,10 @@ class Runtime:
 
     # -- host memory
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         """Page-lock memory that is there already. Raises `PinningError`."""
-        self._check(self._HostRegister(address, nbytes, 0), "HostRegister", f"{nbytes:,} bytes", PinningError)
+        flags = _READ_ONLY if read_only else 0
+        self._check(self._HostRegister(address, nbytes, flags), "HostRegister", f"{nbytes:,} bytes", PinningError)
 
     def unregister(self, address: int) -> None:
         """Undo `register`, of the same address."""
@@ -146,7 +148,7 @@ class Runtime:
         """Whether an event is done."""
         code = self._EventQuery(event)
         if code == NOT_READY:
-            self._GetLastError()  # it counts as an error as well
+            self._GetLastError()  # no error on driver 580; torch takes one back here as well
             return False
         self._check(code, "EventQuery")
         return True
@@ -189,6 +191,13 @@ class Runtime:
         except (DeviceError, OSError, ValueError):
             return None
         return node if node >= 0 else None
+
+    def registers_read_only(self, index: int) -> bool:
+        """Whether `register` takes memory for reading alone. HIP is not asked: nothing of a file is registered there."""
+        try:
+            return self.prefix == "cuda" and self._attribute(_REGISTERS_READ_ONLY, index) == 1
+        except DeviceError:
+            return False
 
     def _attribute(self, number: int, index: int) -> int:
         found = ctypes.c_int()

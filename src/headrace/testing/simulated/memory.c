@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #define TMPFS 0x01021994
+#define POPULATE_WRITE 23 /* MADV_POPULATE_WRITE, Linux 5.14 */
 #define RAMFS 0x858458f6
 #define HUGETLBFS 0x958458f6
 #define FRESH 0xCD /* what fresh device memory holds */
@@ -100,6 +101,12 @@ static bool meets_any_page(uintptr_t start, size_t nbytes) {
     return index < range_count && page_down(ranges[index].start) < high;
 }
 
+/* Ranges may share a page, as long as they share no byte (seen on driver 580). */
+static bool meets_any_byte(uintptr_t start, size_t nbytes) {
+    size_t index = first_above(start);
+    return index < range_count && ranges[index].start < start + nbytes;
+}
+
 /* Mappings ------------------------------------------------------------------------------------------------------------------ */
 
 static bool is_in_memory(const char *path) {
@@ -116,9 +123,16 @@ static bool is_in_memory(const char *path) {
 /* One line of /proc/self/maps: can its pages be pinned for long? Pins are taken for writing, unless read-only was asked for. */
 static bool can_be_pinned(const char *access, const char *path, bool for_reading) {
     if (access[0] != 'r') return false;
-    if (access[1] != 'w') return for_reading;
+    if (for_reading) return true;
+    if (access[1] != 'w') return false;
     bool is_shared_disk_file = access[3] == 's' && path[0] == '/' && !is_in_memory(path);
     return !is_shared_disk_file; /* the kernel refuses long-term pins of shared file pages that need write-back */
+}
+
+/* A pin for writing faults the pages of a shared file in as a write would: that moves the file's times, though no byte changes. */
+static void fault_for_writing(uintptr_t start, uintptr_t end) {
+    if (madvise((void *)start, end - start, POPULATE_WRITE))
+        for (; start < end; start += PAGE_NBYTES) *(volatile char *)start = *(volatile char *)start;
 }
 
 /* Walk the mappings of [start, end). False where a page is missing or cannot be pinned. */
@@ -137,6 +151,7 @@ static bool pages_can_be_pinned(uintptr_t start, uintptr_t end, bool for_reading
         if (wanted < low || !can_be_pinned(access, path, for_reading)) break;
         uintptr_t covered_end = high < end ? high : end;
         if (access[3] == 'p' && access[1] == 'w' && path[0] == '/') *copied_nbytes += covered_end - wanted;
+        if (access[3] == 's' && path[0] == '/' && !for_reading) fault_for_writing(wanted, covered_end);
         wanted = covered_end;
     }
     fclose(maps);
@@ -184,7 +199,7 @@ cudaError_t register_memory(uintptr_t start, size_t nbytes, unsigned flags) {
     if (!start || !nbytes || flags & ~15u) return cudaErrorInvalidValue;
     if (attributes[cudaDevAttrHostRegisterSupported] != 1) return cudaErrorNotSupported;
     if (flags & cudaHostRegisterReadOnly && attributes[cudaDevAttrHostRegisterReadOnlySupported] != 1) return cudaErrorNotSupported;
-    if (meets_any_page(start, nbytes)) return cudaErrorHostMemoryAlreadyRegistered;
+    if (meets_any_byte(start, nbytes)) return cudaErrorHostMemoryAlreadyRegistered;
     bool for_reading = flags & cudaHostRegisterReadOnly || attributes[cudaDevAttrPageableMemoryAccessUsesHostPageTables] == 1;
     uint64_t copied_nbytes = 0;
     if (!pages_can_be_pinned(page_down(start), page_up(start + nbytes), for_reading, &copied_nbytes)) return cudaErrorInvalidValue;
@@ -206,7 +221,7 @@ static void check_nothing_is_queued(const struct range *range, const char *calle
 
 cudaError_t unregister_memory(uintptr_t start) {
     struct range *range = range_starting_at(start, REGISTERED);
-    if (!range) return cudaErrorHostMemoryNotRegistered;
+    if (!range) return range_at(start) ? cudaErrorInvalidValue : cudaErrorHostMemoryNotRegistered;
     check_nothing_is_queued(range, "cudaHostUnregister");
     if (!is_mapped(range->start, range->nbytes))
         violate("cudaHostUnregister(%p) after its %zu bytes were unmapped", (void *)range->start, range->nbytes);
