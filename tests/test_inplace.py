@@ -84,7 +84,7 @@ def test_a_file_that_may_only_be_read_can_be_used_where_the_device_page_locks_fo
     path = write(shm / "m.safetensors", LARGE)
     with read_only(path) as checkpoint:
         if not gpu.device.pins_read_only:
-            with pytest.raises(OptionError, match="cannot be (opened|mapped)"):
+            with pytest.raises(OptionError, match=r"cannot be (opened|mapped)"):
                 load(checkpoint, gpu)
             return
         kept, stats = load(checkpoint, gpu)

@@ -1,10 +1,10 @@
 """A checkpoint on tmpfs where it lies: its files mapped and page-locked, as the source of copies to a device.
 
 Nothing is read and nothing is held twice: the device copies out of the file's own pages. That is done for tmpfs and memfds alone
-(what the filesystem says, not the path), mapped shared: a private mapping would copy the file as it is page-locked, and files on
-a disk are refused by some drivers, or hang them. Nothing is ever written to the file. Where the device can page-lock memory for
-reading, the file is opened for reading only. Elsewhere it has to be opened for writing, and the kernel, which then faults its pages
-in as a write would, moves its times: the source is told, and other processes that read the file at that moment see a change.
+(what the filesystem says, not the path), mapped shared: a private mapping would copy the file as it is page-locked, and files
+on a disk are refused by some drivers, or hang them. Nothing is ever written to the file. Where the device can page-lock memory
+for reading, the file is opened for reading only. Elsewhere it has to be opened for writing, and the kernel, which then faults
+its pages in as a write would, moves its times: the source is told, and others who read the file at that moment see a change.
 
 All files of a load or none: where one is refused, those that were page-locked before are given back and the load takes the
 way through the ring. A file that several loads use at once, or that is held for all of them, is mapped and page-locked once for a

@@ -133,8 +133,8 @@ class Device(Protocol):
         """Page-lock host memory. Raises `PinningError`.
 
         Args:
-            read_only: the device will only read it. Its pages are not made ready for writing, so a file they belong to stays as it
-                is, times included. Only where `pins_read_only`.
+            read_only: the device will only read it. Its pages are not made ready for writing, so that a file they belong to
+                stays as it is, times included. Only where `pins_read_only`.
         """
 
     def unpin(self, address: int) -> None:
