@@ -373,7 +373,7 @@ def test_one_file_twice_is_a_name_twice(model: Path) -> None:
         headrace.open([model / "b.safetensors", model / "b.safetensors"])
 
 
-@pytest.mark.parametrize("url", [[], (), 5, None, object, "ftp://host/m", "file://host/m"], ids=repr)
+@pytest.mark.parametrize("url", [[], (), 5, None, object, "gopher://host/m", "file://host/m"], ids=repr)
 def test_what_is_no_location_names_the_option(url: Any) -> None:
     with pytest.raises(OptionError) as caught:
         headrace.open(url)

@@ -309,7 +309,7 @@ def test_every_error_class_is_tested_above() -> None:
         (["load", "MODEL", "--direct-io", "maybe"], 2, "'auto', 'on', 'off'"),
         (["load", "MODEL", "--order", "any"], 2, "'ready', 'file'"),
         (["load", "MODEL", "--ownership", "none"], 2, "'leased'"),
-        (["load", "ftp://host/model"], 2, "ftp://"),
+        (["load", "gopher://host/model"], 2, "gopher://"),
     ],
 )
 def test_mistakes_are_explained(model: Path, arguments: list[str], code: int, part: str) -> None:

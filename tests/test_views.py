@@ -148,8 +148,8 @@ def test_a_cache_that_cannot_be_written_to_is_an_error_that_names_the_variable(
 
 
 def test_a_url_without_a_source_is_refused() -> None:
-    with pytest.raises(OptionError, match="ftp"):
-        headrace.local_view("ftp://models/m")
+    with pytest.raises(OptionError, match="gopher"):
+        headrace.local_view("gopher://models/m")
 
 
 @pytest.mark.parametrize(

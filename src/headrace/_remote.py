@@ -6,7 +6,8 @@ environment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, Final, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
@@ -56,9 +57,7 @@ class Remote:
 
     def _store(self, url: str) -> Store:
         scheme = _scheme(url)
-        make = _MAKERS.get(scheme)
-        if make is None:
-            raise unknown_scheme(url, scheme)
+        make = _MAKERS.get(scheme) or _other_maker(url, scheme)
         if make not in self._stores:
             self._stores[make] = make(self._options, self._credentials)
         return self._stores[make]
@@ -102,6 +101,10 @@ def split_url(url: str) -> tuple[str, str]:
     >>> split_url("https://host/m/a%20b.safetensors?sig=1")
     ('https://host/m?sig=1', 'a b.safetensors')
     """
+    if _scheme(url) not in _MAKERS:
+        from headrace.sources.fsspec import split_chain
+
+        return split_chain(url)
     if _scheme(url) in _WEB:
         try:
             parts = urlsplit(url)
@@ -115,17 +118,27 @@ def split_url(url: str) -> tuple[str, str]:
 
 def shown_url(url: str) -> str:
     """The url as it may be shown. Those of stores hold no secrets, and their keys may hold '?' and '#'."""
-    return url if _scheme(url) in _MAKERS.keys() - _WEB else public_url(url)
+    if _scheme(url) in _MAKERS:
+        return public_url(url) if _scheme(url) in _WEB else url
+    from headrace.sources.fsspec import shown_chain
+
+    return shown_chain(url)
 
 
 def unknown_scheme(url: str, scheme: str) -> OptionError:
     """The error for a scheme that no adapter takes."""
+    near = get_close_matches(scheme, _MAKERS, n=1)
+    hint = f"did you mean {near[0]}://? " if near else ""
     known = ", ".join(f"{each}://" for each in _MAKERS)
-    return OptionError(f"{shown_url(url)}: there is no source for {scheme}://; local paths, {known} work", option="url")
+    return OptionError(
+        f"{shown_url(url)}: there is no source for {scheme}://; {hint}local paths, {known} work, "
+        "and what fsspec knows where headrace[fsspec] is installed",
+        option="url",
+    )
 
 
 def _scheme(url: str) -> str:
-    return url.partition("://")[0].lower()
+    return url.partition("://")[0].partition("::")[0].lower()
 
 
 # ---- one maker per store
@@ -186,6 +199,37 @@ class _Web:
         from headrace.sources.web import WebFolder
 
         return WebFolder(url, access=self._access)
+
+
+class _Other:
+    """Filesystems that fsspec knows."""
+
+    def __init__(self, _options: Options, given: object) -> None:
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(
+                f"credentials for what fsspec reads are a dict of its storage options, not {type(given).__name__}",
+                option="credentials",
+            )
+        self._given = given
+
+    def open(self, url: str) -> ByteSource:
+        from headrace.sources.fsspec import open_fsspec
+
+        return open_fsspec(url, options=self._given)
+
+    def folder(self, url: str) -> Folder:
+        from headrace.sources.fsspec import FsspecFolder
+
+        return FsspecFolder(url, options=self._given)
+
+
+def _other_maker(url: str, scheme: str) -> Callable[[Options, object], Store]:
+    """For schemes that no adapter here takes. Raises OptionError where fsspec does not take it either, or is not there."""
+    from headrace.sources.fsspec import knows_scheme
+
+    if not knows_scheme(scheme):
+        raise unknown_scheme(url, scheme)
+    return _Other
 
 
 _MAKERS: Final[dict[str, Callable[[Options, object], Store]]] = {
