@@ -104,4 +104,4 @@ ensure_azurite() {
     fi
 }
 
-ensure_env
+[ -n "${OWN_ENVIRONMENT:-}" ] || ensure_env  # scripts that need nothing of .venv say so before
