@@ -1047,7 +1047,7 @@ def test_certificates_are_checked(certificates: Certificates) -> None:
     with Server(DATA, tls=certificates.server_side()) as server:
         error = error_of(TlsError, lambda: open_http(server.url, access=brisk()))
         assert error.attempts == 1
-        assert "ca_bundle" in error.hint
+        assert "SSL_CERT_FILE" in error.hint
         context = ssl.create_default_context(cafile=str(certificates.ca))
         with opened(server, brisk(tls=context)) as source:
             assert read(source, PREFIX, 100_000) == DATA[PREFIX : PREFIX + 100_000]

@@ -35,6 +35,9 @@ log = logging.getLogger("headrace")
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt")
+_CONVERT = "what torch has pickled is not read: convert it (torch.load with weights_only=True, safetensors.torch.save_file)"
+_OPENERS = 32  # files opened at once, where no concurrency is asked for
 _FIRST_NBYTES = 64 << 10  # one read takes the length and, for most shards, the whole header
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<count>\d+)\.safetensors")
 _MAX_INDEX_NBYTES = 1 << 30
@@ -333,7 +336,8 @@ def _unindexed_shards(folder: Folder, present: Sequence[str]) -> list[str]:
     if not names:
         others = ", ".join(sorted(present)[:3])
         seen = f"it holds {others}{', ...' if len(present) > 3 else ''}" if present else "it is empty"
-        raise SourceNotFoundError(f"no *.safetensors file in {folder.url}: {seen}; open the folder of the shards", url=folder.url)
+        what_to_do = _CONVERT if any(name.endswith(_OTHER_FORMATS) for name in present) else "open the folder of the shards"
+        raise SourceNotFoundError(f"no *.safetensors file in {folder.url}: {seen}; {what_to_do}", url=folder.url)
     _check_numbered_sets(folder, names)
     return names
 

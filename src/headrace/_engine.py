@@ -250,7 +250,8 @@ class Engine:
             first.others = tuple(others)
         if not self.job.into_given or not isinstance(first, Exception):  # an interrupt stays one
             return first
-        error = LoadError(f"the load into given tensors stopped: {first}", filled=tuple(self.landing.filled))
+        filled = tuple(self.landing.filled)
+        error = LoadError(f"the load into given tensors stopped when {len(filled)} of them were filled: {first}", filled=filled)
         error.__cause__ = first
         return error
 

@@ -459,15 +459,16 @@ def _quote(value: object) -> str:
     return _Short().repr(value)
 
 
+_CONVERT = "convert it (torch.load with weights_only=True, safetensors.torch.save_file)"
 _OTHER_KINDS = (  # (what files of that kind begin with, of at most the 8 bytes that are always there; what to say)
     (b"version ", "it is a Git LFS pointer, not the file itself; run `git lfs pull`, or download it again"),
     (b"<!doctyp", "it is an HTML page, not a safetensors file; the download met a login or error page"),
     (b"<html", "it is an HTML page, not a safetensors file; the download met a login or error page"),
     (b"<?xml", "it is an XML document, not a safetensors file; the store's error message was saved in its place"),
     (b"<error", "it is an XML document, not a safetensors file; the store's error message was saved in its place"),
-    (b"pk\x03\x04", "it is a zip archive, not a safetensors file; torch writes .pt, .pth and .bin so: convert it"),
-    (b"\x80\x02", "it is a Python pickle, not a safetensors file; convert it with torch.load(weights_only=True)"),
-    (b"\x80\x04", "it is a Python pickle, not a safetensors file; convert it with torch.load(weights_only=True)"),
+    (b"pk\x03\x04", f"it is a zip archive, not a safetensors file; torch writes .pt, .pth and .bin so: {_CONVERT}"),
+    (b"\x80\x02", f"it is a Python pickle, not a safetensors file; {_CONVERT}"),
+    (b"\x80\x04", f"it is a Python pickle, not a safetensors file; {_CONVERT}"),
     (b"gguf", "it is a GGUF file, not a safetensors file"),
     (b"\x89hdf", "it is an HDF5 file, not a safetensors file"),
     (b"\x93numpy", "it is a NumPy file, not a safetensors file"),

@@ -6,6 +6,7 @@ Here adapters of storage are picked, and wrapped where what they read is to be v
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from headrace._remote import Remote
 
 Location: TypeAlias = "str | os.PathLike[str] | Checkpoint | ByteSource | Folder | Sequence[str | os.PathLike[str] | ByteSource]"
+_ALMOST_A_URL = re.compile(r"(?P<scheme>s3|gs|az|abfss?|hf|https?):/?(?=[^/:])", re.IGNORECASE)
 Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, Any] | None"
 
 
@@ -203,7 +205,12 @@ def local_path(url: str | os.PathLike[str]) -> Path:
         if parts.netloc not in ("", "localhost"):
             raise OptionError(f"{text}: a file URL names no host; write file:///path", option="url")
         return Path(unquote(parts.path))
-    return Path(text).expanduser()
+    path = Path(text).expanduser()
+    almost = _ALMOST_A_URL.match(text)
+    if almost and not os.path.exists(path):
+        meant = f"{almost['scheme']}://{text[almost.end() :]}"
+        raise OptionError(f"there is no such path; did you mean the URL {_shown(meant)}?", option="url")
+    return path
 
 
 # -- verification ----------------------------------------------------------------------------------------------------------------

@@ -52,8 +52,14 @@ class Leaving(NamedTuple):
 
 def check_left(leaving: Leaving, rank: int) -> None:
     """Raise PeerError if that is what a rank says of itself."""
+def gone_error(rank: int) -> PeerError:
+    """The error about a rank whose process has ended without a word."""
+    hint = "its own output says why, or the kernel's log (dmesg) if it was killed"
+    return PeerError(f"rank {rank} is gone: its process has ended; {hint}", rank=rank)
+
+
     if leaving.status == STOPPED:
-        raise PeerError(f"rank {rank} stopped before the end of the load that it takes part in", rank=rank)
+        raise PeerError(f"rank {rank} stopped before the end of this load; its own output says why", rank=rank)
     if leaving.status == FAILED:
         why = leaving.why if leaving.blamed != rank else f"rank {rank} failed: {leaving.why}"
         raise PeerError(why, rank=leaving.blamed)
@@ -213,7 +219,7 @@ class NodeMemory:
             if rank != self._rank and other.head.status != WELL:
                 check_left(Leaving(other.head.status, other.head.blamed, other.why()), rank)
         if gone:
-            raise PeerError(f"rank {gone[0]} is gone: its process has ended", rank=gone[0])
+            raise gone_error(gone[0])
 
     def _check_beats(self, before: Sequence[int]) -> None:
         for rank, (other, beat) in enumerate(zip(self._rings, before, strict=True)):

@@ -31,6 +31,7 @@ from headrace._node import (
     Invitation,
     Leaving,
     check_left,
+    gone_error,
     invite,
     open_ring,
     sleep,
@@ -196,7 +197,7 @@ class Pages:
             why = self._memory[TEXT_AT : TEXT_AT + TEXT_NBYTES].rstrip(b"\0").decode(errors="replace")
             check_left(Leaving(self._head.status, self._head.blamed, why), self.filler)
         if is_gone and not self.is_filled(index):
-            raise PeerError(f"rank {self.filler} is gone: its process has ended", rank=self.filler)
+            raise gone_error(self.filler)
 
 
 def _beat(closed: threading.Event, lock: threading.Lock, head: Head) -> None:

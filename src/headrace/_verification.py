@@ -136,7 +136,8 @@ def against_manifest(source: ByteSource, name: str, manifest: Manifest, cache: B
     """
     entry = manifest.files.get(name)
     if entry is None:
-        raise IntegrityError(f"{source.url} is not in {manifest.url}, so it was not there when that was written", url=source.url)
+        reason = "so it was not there when that was written; write the manifest anew, or remove the file"
+        raise IntegrityError(f"{source.url} is not in {manifest.url}, {reason}", url=source.url)
     if source.nbytes != entry.cut.nbytes:
         raise IntegrityError(
             f"{source.url} has {source.nbytes} bytes, and {entry.cut.nbytes} according to {manifest.url}; fetch it again",

@@ -236,7 +236,8 @@ class HubFolder:
         file = self._files(folder).get(base) if _is_inside(name) else None
         if file is None:
             url = f"{self.url}/{name}"
-            raise EntryNotFoundError(f"cannot open {url}: there is no such file at commit {self.commit}", url=url)
+            reason = f"there is no such file at commit {self.commit}; check its name, or the revision"
+            raise EntryNotFoundError(f"cannot open {url}: {reason}", url=url)
         return file
 
     def _files(self, folder: str) -> dict[str, HubFile]:

@@ -161,7 +161,7 @@ class AzureFolder(KeyFolder[Entry]):
         return entry.is_folder
 
     def _no_such_prefix(self) -> HttpError:
-        hint = "Check the prefix; if it is a blob, open it as one"
+        hint = "Check the prefix; a url of one file ends in .safetensors"
         error = BlobNotFoundError(f"cannot list {self.url}: no blob's name begins with {self._prefix!r}. {hint}", url=self.url)
         error.account, error.container, error.key = self._container.service.account, self._container.name, self._location.key
         error.hint = hint

@@ -199,7 +199,7 @@ def kind_of_status(status: int) -> Kind:
 def refusal(status: int, headers: Headers, store: StoreError, asked: Asked | None, wait_s: float | None) -> Failure:
     """The failure of an answer that is no success. 416 for bytes that the object had when it was opened: it has changed."""
     kind = kind_of_status(status)
-    message = f"the server answered {status}"
+    message = f"the {'proxy' if status == 407 else 'server'} answered {status}"
     if kind == "unsatisfiable" and asked is not None and asked.version is not None:
         told = parse_content_range(headers.get("content-range") or "")
         if told is not None and told[2] is not None and told[2] != asked.version.nbytes:

@@ -155,13 +155,15 @@ RULES: Final[dict[Kind, _Rule]] = {
     "deadline": _Rule(HttpTimeoutError, "fail", "A longer deadline_s, or none, waits longer"),
     "truncated": _Rule(HttpTruncatedError, "retry", "Check the server's log, and proxies between"),
     "tls": _Rule(TlsError, "fail", "Check that the port speaks TLS, and which versions both sides allow"),
-    "certificate": _Rule(TlsError, "fail", "Give the CA that signed the certificate (ca_bundle), and check the host's name"),
+    "certificate": _Rule(
+        TlsError, "fail", "Name the CA that signed it in SSL_CERT_FILE (for S3: AWS_CA_BUNDLE), and check the host's name"
+    ),
     "proxy": _Rule(ProxyError, "fail", "Check the proxy's address and password, or except the host with no_proxy"),
     "denied": _Rule(
         HttpPermissionError, "fail", "Check credentials, their permissions for this object, and this machine's clock"
     ),
     "unauthorized": _Rule(HttpPermissionError, "refresh", "Give credentials, or renew them"),
-    "missing": _Rule(HttpNotFoundError, "fail", "Check bucket, key and revision, and that an upload has finished"),
+    "missing": _Rule(HttpNotFoundError, "fail", "Check the url (bucket, key, revision), and that an upload has finished"),
     "changed": _Rule(HttpChangedError, "fail", "Load it again once nothing writes to it"),
     "unsatisfiable": _Rule(UnsatisfiableError, "doubt", "The object may have been replaced; load it again"),
     "throttled": _Rule(ThrottledError, "throttled", "Lower concurrency, or ask for a higher limit"),

@@ -156,7 +156,8 @@ class Tries:
                 self.limit = f" in deadline_s={self._policy.deadline_s:g}"
             return None
         if self._failed >= self._policy.attempts:
-            self.limit = f", the limit of attempts={self._policy.attempts}"
+            in_a_row = f"the last {self._failed} with little progress, " if self.made > self._failed else ""
+            self.limit = f", {in_a_row}the limit of attempts={self._policy.attempts}"
             return None
         if failure.wait_s is not None and failure.wait_s > self._policy.longest_wait_s:
             self.limit = f", and the server asks for a pause of {failure.wait_s:.0f} s"

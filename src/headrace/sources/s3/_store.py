@@ -210,7 +210,7 @@ class S3Folder(KeyFolder[Entry]):
 
     def _no_such_prefix(self) -> HttpError:
         key = self._prefix.rstrip("/")
-        hint = "Check the prefix; if it is an object, open it as one"
+        hint = "Check the prefix; a url of one file ends in .safetensors"
         error = ObjectNotFoundError(f"cannot list {self.url}: no object's key begins with {self._prefix!r}. {hint}", url=self.url)
         error.bucket, error.key, error.hint = self._bucket.name, key, hint
         return error
