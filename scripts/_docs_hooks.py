@@ -17,12 +17,19 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_BESIDE = {"CONTRIBUTING.md": "contributing.md", "changes/README.md": "changes.md", "README.md": "index.md"}
+_BESIDE = {  # the first that fits counts
+    "CONTRIBUTING.md": "contributing.md",
+    "changes/README.md": "changes.md",
+    "README.md#what-works-today": "status.md",
+    "README.md": "index.md",
+}
+_LINK_TO_CODE = re.compile(r"\[[^\]]*\]\(((?:(?:examples|src|tests|scripts|benchmarks)/|LICENSE)[^)]*)\)")  # has no page here
 _SECTION = re.compile(r"^(?P<indent> *)(?P<title>Args|Attributes|Raises):\n(?P<body>(?:(?P=indent) +\S.*(?:\n|\Z))+)", re.M)
 _SEVERAL = re.compile(r"^(?P<names>\w+(?:, \w+)+)(?P<rest>: .*)", re.S)
 _ERRORS = re.compile(r"^[A-Z]\w+(?:, [A-Z]\w+)*: ")
 _SEE_PAGE = re.compile(r"\bdocs/([a-z-]+)\.md\b")
 _AS_FOR = re.compile(r"\b([Aa]s (?:for )?)`(?:headrace\.)?(open|stream|load)`")
+_LIST_BELOW_TEXT = re.compile(r"^((?!- )\S.*)\n(?=- )", re.M)  # Markdown's lists need a blank line in front
 _CODE = re.compile(r"(?<![\[`])`(headrace\.)?([A-Za-z_]+)`(?!`)")
 
 
@@ -52,8 +59,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _contributing() -> str:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    return text.replace("](docs/", "](").replace("](changes/README.md)", "](changes.md)")
+    return _to_site((ROOT / "CONTRIBUTING.md").read_text())
+
+
+def _to_site(text: str) -> str:
+    """Links of a page at the root, as they are on the site."""
+    text = (
+        text.replace("](docs/", "](")
+        .replace("](changes/README.md)", "](changes.md)")
+        .replace("](CONTRIBUTING.md", "](contributing.md")
+    )
+    return _LINK_TO_CODE.sub(r"`\1`", text)
 
 
 def _changes() -> str:
@@ -61,7 +77,15 @@ def _changes() -> str:
     return "\n\n".join(["# Changes", "What a user would notice, the newest first.", *parts]) + "\n"
 
 
-_GENERATED = {"contributing.md": _contributing, "changes.md": _changes}
+def _status() -> str:
+    """What works, which the README says for all."""
+    _, heading, section = (ROOT / "README.md").read_text().partition("\n## What works today\n")
+    if not heading:
+        raise ValueError("README.md has no section 'What works today' any more; see _status in scripts/_docs_hooks.py")
+    return _to_site("# What works today\n" + section.partition("\n## ")[0] + "\n")
+
+
+_GENERATED = {"status.md": _status, "contributing.md": _contributing, "changes.md": _changes}
 
 
 # -- docstrings --------------------------------------------------------------------------------------------------------------
@@ -78,7 +102,7 @@ class Docstrings(griffe.Extension):
 
 def tidy(text: str) -> str:
     """A docstring of ours in Google's style to the letter, with links."""
-    return _with_links(_SECTION.sub(_spelled_out, text))
+    return _with_links(_LIST_BELOW_TEXT.sub(r"\1\n\n", _SECTION.sub(_spelled_out, text)))
 
 
 def _spelled_out(found: re.Match[str]) -> str:

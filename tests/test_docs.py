@@ -11,6 +11,7 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,7 +42,7 @@ from headrace.testing.s3server import S3Server
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in blocks_of(page, read_page(page)) if block.is_code]
 RUN = {page: [block for block in BLOCKS if block.page == page and block.reason is None] for page in PAGES}
-SLOW = {"docs/stores.md", "docs/runai.md", "docs/device.md", "docs/quickstart.md", "docs/integrity.md"}  # start processes of their own
+SLOW = {"docs/stores.md", "docs/runai.md", "docs/device.md", "docs/quickstart.md", "docs/integrity.md"}  # start processes
 KEY, SECRET = "...", "..."  # pages do not show keys
 RUNAI_PROGRAM = """\
 import sys
@@ -202,3 +203,14 @@ def test_the_reference_has_all_that_is_public() -> None:
 def test_the_page_of_the_command_line_is_what_the_commands_say() -> None:
     module = runpy.run_path(str(ROOT / "scripts" / "_docs_commands.py"))
     assert module["PAGE"].read_text() == module["page"](), "scripts/docs --commands writes it anew"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    python = ROOT / ".cache" / "docs" / "bin" / "python"
+    if not (python.parents[1] / ".ready").exists():
+        pytest.skip("mkdocs is not installed; scripts/docs does it")
+    command = [str(python), "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
