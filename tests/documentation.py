@@ -18,6 +18,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +39,15 @@ REASONS = {
     "needs diffusers": "tests/test_diffusers.py, by scripts/test --transformers",
     "needs an account at a store": "nobody; tests/test_source_*.py give the same credentials to servers on loopback",
     "needs the Azure emulator": "tests/test_source_azure.py, where it is installed",
+    "needs another loader": "tests/test_migrating.py, where the benchmarks have installed it",
     "needs several ranks": "tests/test_examples.py runs the examples that hold these lines",
     "run by tests/test_examples.py": "tests/test_examples.py",
     "takes minutes": "people, and scripts in .ci",
     "installs packages": "people, and tests/test_packaging.py",
     "describes interfaces": "nobody; it is no program",
 }
+
+OTHER_LANGUAGES = frozenset({"text", "json", "toml", "yaml"})  # shown, and not run
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S)
 _REASON = re.compile(r"<!-- not run: (.*?) -->\s*\Z")
@@ -88,7 +92,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
     for fence in _FENCE.finditer(text):
         reason = _REASON.search(text[: fence.start()])
         line = text.count("\n", 0, fence.start("text")) + 1
-        found.append(Block(page, line, fence["language"] or "sh", fence["text"], reason and reason[1]))
+        found.append(Block(page, line, fence["language"] or "sh", dedent(fence["text"]), reason and reason[1]))
     return found
 
 

@@ -11,6 +11,7 @@ import json
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 from documentation import (
+    OTHER_LANGUAGES,
     REASONS,
     ROOT,
     Block,
@@ -40,7 +42,8 @@ import headrace.integrations.runai
 from headrace.testing.s3server import S3Server
 
 PAGES = pages()
-BLOCKS = [block for page in PAGES for block in blocks_of(page, read_page(page)) if block.is_code]
+ALL_BLOCKS = [block for page in PAGES for block in blocks_of(page, read_page(page))]
+BLOCKS = [block for block in ALL_BLOCKS if block.is_code]
 RUN = {page: [block for block in BLOCKS if block.page == page and block.reason is None] for page in PAGES}
 SLOW = {"docs/stores.md", "docs/runai.md", "docs/device.md", "docs/quickstart.md", "docs/integrity.md"}  # start processes
 KEY, SECRET = "...", "..."  # pages do not show keys
@@ -141,6 +144,11 @@ def test_a_block_that_is_not_run_says_why(block: Block) -> None:
     pytest.skip(f"not run: {block.reason}")
 
 
+def test_every_block_is_of_a_known_language() -> None:
+    """A block in 'bash' would not be run, and nobody would know."""
+    assert [place_of(block) for block in ALL_BLOCKS if not block.is_code and block.language not in OTHER_LANGUAGES] == []
+
+
 def test_no_reason_is_without_a_block() -> None:
     assert {block.reason for block in BLOCKS} >= set(REASONS)
 
@@ -154,6 +162,7 @@ def test_no_reason_is_without_a_block() -> None:
         ("<!-- not run: needs a GPU -->\n\n```python\nx\n```\n", "python", "needs a GPU"),
         ("<!-- not run: needs a GPU -->\nWords.\n\n```python\nx\n```\n", "python", None),
         ("```json\n{}\n```\n", "json", None),
+        ("- In a list:\n\n    ```python\n    x\n    ```\n", "python", None),
     ],
 )
 def test_a_block_is_found_with_its_language_and_reason(text: str, language: str, reason: str | None) -> None:
@@ -166,6 +175,53 @@ def test_a_block_is_found_with_its_language_and_reason(text: str, language: str,
 def test_a_line_that_fails_is_noticed(page: str, line: str, error: type[Exception], reader: Reader) -> None:
     with pytest.raises(error, match=re.escape(line)):
         reader.run(Block(page, 1, "sh", f"{line}\n", None))
+
+
+def test_what_is_exported_counts_for_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Reader(tmp_path, monkeypatch, {"theirs": "ours"}, {})
+    reading.run(
+        Block("page.md", 1, "sh", 'export FIRST=theirs SECOND="$(printf %s two)"\ntest "$FIRST-$SECOND" = ours-two\n', None)
+    )
+    reading.run(Block("page.md", 5, "python", "import os\nseen = os.getenv('FIRST')\n", None))
+    assert reading.names["seen"] == "ours"
+
+
+def test_a_server_in_the_background_ends_with_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Reader(tmp_path, monkeypatch, ports := ports_of("9000"), {})
+    server = "import socket; s = socket.create_server(('127.0.0.1', 9000)); s.accept(); s.accept()"
+    reading.run(Block("page.md", 1, "sh", f'python -c "{server}" --port 9000 &\n', None))
+    address = ("127.0.0.1", int(ports["9000"]))
+    socket.create_connection(address).close()
+    reading.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
+@pytest.mark.parametrize(
+    ("text", "links"),
+    [
+        ("[a](b.md) and [c](d.md#e)", ["b.md", "d.md#e"]),
+        ("![a picture](images/a.png)", ["images/a.png"]),
+        ("[`code`](b.md)", ["b.md"]),
+        ("[there](https://example.org)", []),
+        ("`[a](b.md)`", []),
+        ("```\n[a](b.md)\n```\n", []),
+    ],
+)
+def test_links_are_found(text: str, links: list[str]) -> None:
+    assert links_of(text) == links
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [
+        ("## Each byte is read once", "each-byte-is-read-once"),
+        ("## 3. Mechanisms: `a_b`, and *c*", "3-mechanisms-a_b-and-c"),
+        ("### What is as in vLLM's own loader", "what-is-as-in-vllms-own-loader"),
+    ],
+)
+def test_a_heading_has_the_anchor_that_the_site_gives_it(heading: str, anchor: str) -> None:
+    assert anchors_of(f"# Title\n\n{heading}\n\n{heading}\n") == {"title", anchor, f"{anchor}_1"}
 
 
 @pytest.mark.parametrize("page", PAGES)
