@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoints import bytes_of, mixed_contents, write
 from ranks import Outcome, prepare_ranks, run_ranks
@@ -79,6 +81,100 @@ def test_every_device_has_every_tensor_and_each_byte_is_read_once(folder: Path, 
         assert read + received == nbytes
         assert sent == nbytes
     assert sum(read for _, read, _, _ in found) == nbytes
+
+
+def load_counted(rank: int, path: Path, refused_on: int | None, arguments: dict[str, Any]) -> tuple[dict[str, bytes], Any]:
+    """Load to a device; on one rank the driver may refuse to page-lock what is shared."""
+    with simulated_gpu("random") as gpu:
+        if rank == refused_on:
+            gpu.runtime.fail("cudaHostRegister", code=2)
+        with headrace.stream(path, device=gpu.device, group=True, **arguments) as tensors:
+            kept = dict(tensors)
+        found = {name: bytes_of(tensor) for name, tensor in kept.items()}
+        del kept
+        return found, tensors.stats
+
+
+@pytest.mark.parametrize(("refused_on", "pin"), [(None, "auto"), (1, "auto"), (None, "off")])
+def test_copies_come_straight_out_of_the_shared_rings_where_these_can_be_page_locked(
+    folder: Path, refused_on: int | None, pin: str
+) -> None:
+    found = values(run_ranks(3, load_counted, folder, refused_on, {"pin": pin}))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
+    for rank, (tensors, stats) in enumerate(found):
+        assert tensors == whole
+        assert ("through each rank's own ring" in stats.exchange) == (rank == refused_on)
+        assert stats.pinned is (pin == "auto")
+        assert ("of the node's ranks" in stats.pinned_how) == (pin == "auto" and rank != refused_on)
+
+
+CUTS: dict[str, list[Any]] = {  # by rank, of 3
+    "columns": [(slice(None), slice(0, 100)), (slice(None), slice(100, 101)), (slice(None), slice(101, None))],
+    "parts": [(slice(None), headrace.Parts([(i, i + 100), (500 + i, 600 + i)])) for i in (0, 100, 200)],
+    "whole, rows, none": [..., slice(3, 70), slice(0, 0)],
+}
+
+
+def load_cuts(rank: int, path: Path, cut: str, arguments: dict[str, Any]) -> tuple[dict[str, bytes], Any]:
+    """Slices that overlap in the file; a tensor of the caller's for one of them."""
+    names = [f"{shard}.layer.{i}.weight" for shard in range(2) for i in range(8)]
+    index = CUTS[cut][rank]
+    slices = {name: index for name in names if index is not ...}
+    with simulated_gpu("random") as gpu:
+        given = {}
+        if index is not ...:
+            like = headrace.load(path, names=names[:1], slices={names[0]: index})[names[0]]
+            given = {names[0]: gpu.device.tensor(torch.zeros_like(like))}
+        with headrace.stream(path, device=gpu.device, group=True, slices=slices, into=given, **arguments) as tensors:
+            kept = dict(tensors)
+        assert all(kept[name] is tensor for name, tensor in given.items())
+        found = {name: bytes_of(tensor) for name, tensor in kept.items()}
+        stats = tensors.stats
+        given.clear()
+        del kept, tensors  # the stream knows the tensors that it filled
+        return found, stats
+
+
+@pytest.mark.parametrize("arguments", [{}, {"memory_limit": 0, "cast_at": "host"}], ids=str)
+@pytest.mark.parametrize("cut", CUTS)
+def test_slices_that_overlap_in_the_file_are_read_once(folder: Path, cut: str, arguments: dict[str, Any]) -> None:
+    dtype = {"*.3.weight": "float32", "*.4.weight": "float8_e4m3fn", "*.table": "int64"}
+    found = values(run_ranks(3, load_cuts, folder, cut, {"dtype": dtype, **arguments}))
+    whole = headrace.load(folder, dtype=dtype)
+    for rank, (tensors, stats) in enumerate(found):
+        index = CUTS[cut][rank]
+        own_nbytes = 0
+        for name in whole:
+            sliced = {name: index} if name.endswith(".weight") and index is not ... else {}
+            expected = headrace.load(folder, names=[name], slices=sliced, dtype=dtype)[name]
+            assert tensors[name] == bytes_of(expected), (rank, name)
+            own_nbytes += headrace.load(folder, names=[name], slices=sliced)[name].nbytes
+        assert stats.from_peers_nbytes <= own_nbytes
+    assert sum(stats.read_nbytes for _, stats in found) <= 1.02 * headrace.plan(folder).read_nbytes
+    assert sum(stats.to_peers_nbytes for _, stats in found) == sum(stats.from_peers_nbytes for _, stats in found)
+
+
+def load_held(rank: int, path: Path, held_on: list[int]) -> tuple[dict[str, bytes], Any]:
+    """Some ranks, or all, hold the checkpoint in page-locked memory."""
+    with simulated_gpu("random") as gpu, ExitStack() as stack:
+        source: Any = path
+        if rank in held_on:
+            source = stack.enter_context(headrace.hold(path, device=gpu.device))
+        with headrace.stream(source, device=gpu.device, group=True) as tensors:
+            kept = dict(tensors)
+        found = {name: bytes_of(tensor) for name, tensor in kept.items()}
+        del kept
+        return found, tensors.stats
+
+
+@pytest.mark.parametrize("held_on", [[0, 1], [1]], ids=str)
+def test_a_held_checkpoint_is_copied_from_where_all_ranks_hold_it_and_else_exchanged(folder: Path, held_on: list[int]) -> None:
+    found = values(run_ranks(2, load_held, folder, held_on))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
+    nbytes = headrace.plan(folder).read_nbytes
+    assert all(tensors == whole for tensors, _ in found)
+    moved = [stats.from_peers_nbytes for _, stats in found]
+    assert moved == [0, 0] if held_on == [0, 1] else sum(moved) == pytest.approx(nbytes, rel=0.1)
 
 
 def load_converted(_rank: int, path: Path) -> dict[str, bytes]:

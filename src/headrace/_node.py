@@ -31,6 +31,8 @@ _NAME: Final = "headrace-ring"
 TOKEN_NBYTES: Final = 64
 HEAD_NBYTES: Final = 4096
 TEXT_AT, TEXT_NBYTES = 512, 1024
+_STARTS_AT: Final = 2048  # of each slot, where its bytes begin
+MOST_SLOTS: Final = (HEAD_NBYTES - _STARTS_AT) // 4
 NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
 _SYSCALL: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}  # futex
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -50,14 +52,14 @@ class Leaving(NamedTuple):
     why: str
 
 
-def check_left(leaving: Leaving, rank: int) -> None:
-    """Raise PeerError if that is what a rank says of itself."""
 def gone_error(rank: int) -> PeerError:
     """The error about a rank whose process has ended without a word."""
     hint = "its own output says why, or the kernel's log (dmesg) if it was killed"
     return PeerError(f"rank {rank} is gone: its process has ended; {hint}", rank=rank)
 
 
+def check_left(leaving: Leaving, rank: int) -> None:
+    """Raise PeerError if that is what a rank says of itself."""
     if leaving.status == STOPPED:
         raise PeerError(f"rank {rank} stopped before the end of this load; its own output says why", rank=rank)
     if leaving.status == FAILED:
@@ -88,14 +90,23 @@ class Head(ctypes.Structure):
 class _Ring:
     """One rank's memory, as it is mapped here."""
 
-    def __init__(self, memory: mmap.mmap, slot_nbytes: int) -> None:
+    def __init__(self, memory: mmap.mmap, slots: int) -> None:
         self.memory, self.head = memory, Head.from_buffer(memory)
         self.bell = ctypes.addressof(self.head) + Head.bell.offset  # type: ignore[attr-defined]
-        self._slot_nbytes = slot_nbytes
+        self.slots, self._slot_nbytes = slots, (len(memory) - HEAD_NBYTES) // slots
+        self._starts = memoryview(memory)[_STARTS_AT : _STARTS_AT + 4 * slots].cast("I")
 
     def slot(self, turn: int) -> memoryview:
-        at = HEAD_NBYTES + turn % SLOTS * self._slot_nbytes
+        at = HEAD_NBYTES + turn % self.slots * self._slot_nbytes
         return memoryview(self.memory)[at : at + self._slot_nbytes]
+
+    def begin(self, turn: int, start: int) -> None:
+        """Say where the bytes of a slot begin."""
+        self._starts[turn % self.slots] = start
+
+    def filled(self, turn: int) -> memoryview:
+        """The bytes of a slot."""
+        return self.slot(turn)[self._starts[turn % self.slots] :]
 
     def why(self) -> str:
         text = self.memory[TEXT_AT : TEXT_AT + TEXT_NBYTES]
@@ -103,22 +114,28 @@ class _Ring:
 
     def close(self) -> None:
         del self.head
+        self._starts.release()
         with suppress(BufferError):  # a copy is under way; the mapping goes when it is over
             self.memory.close()
 
 
 class NodeMemory:
-    """This rank's ring, and those of the others. Made by `share`. One thread sends, another one receives."""
+    """This rank's ring, and those of the others. Made by `share`.
 
-    def __init__(
-        self, rank: int, rings: Sequence[mmap.mmap], processes: Sequence[int], slot_nbytes: int, timeout_s: float
-    ) -> None:
+    Attributes:
+        own_nbytes, slot_count: of this rank's ring.
+
+    Either a slot is filled by `send`, or in place: by whoever has asked for its `room`, and then says so (`announce`).
+    """
+
+    def __init__(self, rank: int, rings: Sequence[tuple[mmap.mmap, int]], processes: Sequence[int], timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
-        self._rings = [_Ring(ring, slot_nbytes) for ring in rings]
+        self._rings = [_Ring(ring, slots) for ring, slots in rings]
         self._own = self._rings[rank]
         self._lock = threading.Lock()  # for the words of this rank's own head
         self._processes = list(processes)
         self._left = False
+        self.own_nbytes, self.slot_count = len(self._own.memory) - HEAD_NBYTES, self._own.slots
 
     def send(self, turn: int, pieces: Sequence[memoryview], *, after: int) -> bool:
         """Fill the slot of this rank's next turn, once all others are done with `after` rounds. False when it leaves instead.
@@ -132,6 +149,25 @@ class NodeMemory:
         _copy(pieces, self._own.slot(turn), out=False)
         self._say(filled=turn + 1)
         return True
+
+    def room(self, turn: int, *, after: int) -> memoryview | None:
+        """The slot of this rank's `turn`-th turn, once all ranks, itself too, are done with `after` rounds. Raises as `send`."""
+        own = self._own
+        return own.slot(turn) if all(self._wait(ring, lambda head: head.done >= after) for ring in self._rings) else None
+
+    def begin(self, turn: int, start: int) -> None:
+        """Say where in its slot the bytes of a turn begin. Before it is announced."""
+        with self._lock:
+            if self._rings:
+                self._own.begin(turn, start)
+
+    def announce(self, turns: int) -> None:
+        """So many turns of this rank's have been filled, from the first one on."""
+        self._say(filled=turns)
+
+    def slots(self, rank: int) -> memoryview:
+        """All slots of a rank's ring."""
+        return memoryview(self._rings[rank].memory)[HEAD_NBYTES:]
 
     def receive(self, owner: int, turn: int, pieces: Sequence[memoryview]) -> bool:
         """Copy out of the slot of another rank's `turn`-th turn, once it has been filled. False and raises as `send`."""
@@ -148,7 +184,7 @@ class NodeMemory:
             PeerError: another rank left, or is gone.
         """
         ring = self._rings[owner]
-        return ring.slot(turn) if self._wait(ring, lambda head: head.filled > turn) else None
+        return ring.filled(turn) if self._wait(ring, lambda head: head.filled > turn) else None
 
     def done(self, rounds: int) -> None:
         """This rank needs nothing more of the first so many rounds."""
@@ -227,7 +263,9 @@ class NodeMemory:
                 raise PeerError(f"rank {rank} gave no sign of life for {self._timeout_s:g} s", rank=rank)
 
 
-def share(rank: int, gather: Callable[[Any], list[Any]], slot_nbytes: int, timeout_s: float) -> NodeMemory | None:
+def share(
+    rank: int, gather: Callable[[Any], list[Any]], slot_nbytes: int, timeout_s: float, slots: int = SLOTS
+) -> NodeMemory | None:
     """Share memory with all other ranks; None where that cannot be, on any of them. Collective.
 
     Args:
@@ -235,9 +273,10 @@ def share(rank: int, gather: Callable[[Any], list[Any]], slot_nbytes: int, timeo
         gather: gives something of every rank's to every rank.
         slot_nbytes: the most that one round moves.
         timeout_s: how long a rank may give no sign of life.
+        slots: of this rank's ring; the others' may have more or fewer.
     """
     with ExitStack() as stack:
-        invitation, ring = invite(HEAD_NBYTES + SLOTS * slot_nbytes, stack)
+        invitation, ring = invite(HEAD_NBYTES + slots * slot_nbytes, stack, slots=slots)
         invitations: list[Invitation | None] = gather(invitation)
         rings, processes = [], list[int]()
         if ring is not None:
@@ -250,7 +289,8 @@ def share(rank: int, gather: Callable[[Any], list[Any]], slot_nbytes: int, timeo
         stack.pop_all()
         if invitation is not None:
             os.close(invitation.fd)
-        return NodeMemory(rank, rings, processes, slot_nbytes, timeout_s)
+        counts = [found.slots for found in invitations if found is not None]
+        return NodeMemory(rank, list(zip(rings, counts, strict=True)), processes, timeout_s)
 
 
 class Invitation(NamedTuple):
@@ -260,9 +300,10 @@ class Invitation(NamedTuple):
     fd: int
     nbytes: int
     token: bytes
+    slots: int
 
 
-def invite(nbytes: int, stack: ExitStack) -> tuple[Invitation | None, mmap.mmap | None]:
+def invite(nbytes: int, stack: ExitStack, *, slots: int = 1) -> tuple[Invitation | None, mmap.mmap | None]:
     """Memory that other processes can open, and where they find it; None where there can be none. `stack` keeps both open."""
     token = os.urandom(TOKEN_NBYTES)
     try:
@@ -273,7 +314,7 @@ def invite(nbytes: int, stack: ExitStack) -> tuple[Invitation | None, mmap.mmap 
     except (OSError, ValueError):
         return None, None
     ring[:TOKEN_NBYTES] = token
-    return Invitation(os.getpid(), fd, nbytes, token), ring
+    return Invitation(os.getpid(), fd, nbytes, token, slots), ring
 
 
 def open_ring(invitation: Invitation | None, stack: ExitStack) -> mmap.mmap:

@@ -23,7 +23,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from headrace._addresses import address_of, move
@@ -35,7 +34,7 @@ from headrace._landing import Filling, Maker
 from headrace._plan import MIB, Copy, Plan, Read, Span
 from headrace._planner import leaves_headroom
 from headrace._progress import Progress
-from headrace._ring import Ring
+from headrace._ring import Issue, Ring
 from headrace._staging import PAGE, round_up
 from headrace.devices.base import Destination, Device, DeviceBuffer, HostTarget
 from headrace.errors import DeviceMemoryError, OptionError, StreamError
@@ -44,13 +43,12 @@ from headrace.sources.base import ByteSource, DirectSource
 log = logging.getLogger("headrace")
 
 
-FillSlot = Callable[[Read, memoryview], "tuple[memoryview, Hops]"]
-
-
 class Relay(Protocol):
-    """Fills slots from the source or from other ranks; see `_relay`."""
+    """Carries out the reads that ranks do for each other; see `_relay`."""
 
-    def fill_slot(self, filler: SlotFiller, read: Read, slot: memoryview) -> tuple[memoryview, Hops]: ...
+    def attach(self, ring: Ring, issue: Issue[Read]) -> None: ...
+    def takes(self, read: Read) -> bool: ...
+    def fill(self, filler: SlotFiller, read: Read) -> Hops | None: ...
     def close(self) -> None: ...
 
 
@@ -122,7 +120,7 @@ class DeviceLanding:
         compat: whether it does that by way of host memory; a tensor then stays on the device only where it leaves room there.
 
     Attributes:
-        relay: fills slots instead of the source alone, where ranks load together. Set before the start, closed with the landing.
+        relay: carries out what ranks read for each other, where they load together. Set before the start, closed with this.
     """
 
     reads_on_caller = False
@@ -182,9 +180,9 @@ class DeviceLanding:
                 raise StreamError("the stream is closed")
             if self._ring is None:
                 self._ring = self._new_ring()
-            filler = SlotFiller(self._plan, self._sources)
-            fill = filler.fill_slot if self.relay is None else partial(self.relay.fill_slot, filler)
-            return _DeviceFilling(filler, fill, self._ring, self, self._views)
+                if self.relay is not None:
+                    self.relay.attach(self._ring, self.issue)
+            return _DeviceFilling(SlotFiller(self._plan, self._sources), self._ring, self, self._views)
 
     def _new_ring(self) -> Ring:
         """No more and no longer slots than the plan's reads can use."""
@@ -192,7 +190,7 @@ class DeviceLanding:
         staging, reads = self._staging, len(self._plan.reads)
         ring = Ring(
             self._device,
-            slots=min(staging.slots, reads),
+            slots=min(staging.slots, reads) + (self.relay is not None),  # its thread takes one as well
             slot_nbytes=min(
                 staging.slot_nbytes, round_up(longest, PAGE) + 2 * PAGE if self._keeps_length() else staging.slot_nbytes
             ),
@@ -338,7 +336,7 @@ class DeviceLanding:
             _, part.host = self._host.allocate("U8", (nbytes,), nbytes)
         return part
 
-    def issue(self, read: Read, data: memoryview) -> None:
+    def issue(self, read: Read, data: memoryview, pinned: bool) -> None:
         """Queue the copies of a read's bytes; the lock of the ring is held."""
         memory = self._memory[read.span]
         parts, source = memory.parts, address_of(data)
@@ -355,7 +353,7 @@ class DeviceLanding:
                 move(part.host[begin - part.start : stop - part.start], data[begin - start : stop - start])
                 continue
             assert part.address is not None
-            self._device.copy_async(part.address + begin - part.start, source + begin - start, stop - begin)
+            self._device.copy_async(part.address + begin - part.start, source + begin - start, stop - begin, pinned=pinned)
             copies += 1
             sent += stop - begin
         self._progress.device_copies += copies
@@ -540,7 +538,8 @@ class DeviceLanding:
             self._device.destroy(events)
 
     def _note_ring(self, ring: Ring) -> None:
-        self._progress.pinned, self._progress.pinned_how = ring.pinned, ring.how
+        if ring.pinned is not None or self.relay is None:
+            self._progress.pinned, self._progress.pinned_how = ring.pinned, ring.how
         self._progress.peak_nbytes = max(self._progress.peak_nbytes, ring.used_nbytes)
 
     def _degrade(self, reason: str) -> None:
@@ -566,16 +565,17 @@ class _Handed:
 class _DeviceFilling:
     """Fills slots and sends them off."""
 
-    def __init__(
-        self, filler: SlotFiller, fill: FillSlot, ring: Ring, landing: DeviceLanding, in_place: Mapping[int, memoryview]
-    ) -> None:
-        self._filler, self._fill, self._ring, self._landing, self._in_place = filler, fill, ring, landing, in_place
+    def __init__(self, filler: SlotFiller, ring: Ring, landing: DeviceLanding, in_place: Mapping[int, memoryview]) -> None:
+        self._filler, self._ring, self._landing, self._in_place = filler, ring, landing, in_place
 
     def close(self) -> None:
         self._filler.close()
-        del self._fill, self._ring, self._landing, self._in_place
+        del self._ring, self._landing, self._in_place
 
-    def fill(self, read: Read) -> Hops:
+    def fill(self, read: Read) -> Hops | None:
+        relay = self._landing.relay
+        if relay is not None and relay.takes(read):
+            return relay.fill(self._filler, read)
         file = self._in_place.get(read.shard)
         if file is not None and read.copy is None and read.pieces == 1:
             self._ring.send_outside(self._landing.issue, read, file[read.offset : read.offset + read.nbytes])
@@ -598,7 +598,7 @@ class _DeviceFilling:
         ring = self._ring
         slot = ring.take()
         try:
-            data, hops = self._fill(read, slot.view)
+            data, hops = self._filler.fill_slot(read, slot.view)
             data = ring.settle(slot, data)
         except BaseException:
             ring.put_back(slot)

@@ -1,59 +1,100 @@
-"""Ranks of one node that load to devices together: each chunk is read by one of them, and reaches every rank's staging slots.
+"""Ranks of one node that load to devices together: each chunk is read by one of them, and copied to every device from there.
 
-The rank that owns a read fills a slot of its ring and puts a copy of it into the memory that the node shares (`_node`); the
-others take it from there into slots of theirs, and from the slots on all go the same way. The threads that do it are the
-readers: they take reads in the plan's order on every rank, so whoever waits for another rank waits for an earlier read.
+The rank that owns a read fills a slot of the ring that it shares with the others (`_node`). Every rank has page-locked all of
+these rings for its own device, and its copies come straight out of the slots: no byte is moved in host memory. A slot is filled
+again when the copies of all ranks are done, which each says when its event is. Where a ring cannot be page-locked, and where a
+rank takes a part of a block (`_blocks`), the bytes pass through a slot of this rank's own ring.
+
+Readers fill slots; of reads that others own they only say that there is memory for them. One thread copies what others have
+filled, in the order of the plan, and another one waits for the events.
 """
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Final
+from typing import Any, Final
 
 from headrace import _node
-from headrace._exchange import Share, describe, digest_of, share_reads
+from headrace._addresses import address_of, move
+from headrace._blocks import Blocks, Cutout, Packing, placed
+from headrace._cast import copy_cutout
+from headrace._dtypes import DTYPES
+from headrace._exchange import Report, Share, describe, digest_of, share_reads
 from headrace._filling import Hops, SlotFiller, landing_nbytes
-from headrace._node import FAILED, SLOTS, STOPPED, Leaving, NodeMemory
+from headrace._node import FAILED, STOPPED, Leaving, NodeMemory
 from headrace._peers import Peers
-from headrace._plan import Plan, Read
+from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
-from headrace.errors import HeadraceError, OptionError, PeerError, StreamError
+from headrace._ring import Issue, Ring
+from headrace._staging import PAGE, Region, round_up
+from headrace.devices.base import Device
+from headrace.errors import DeviceError, HeadraceError, OptionError, PeerError, StreamError
 from headrace.sources.base import ByteSource
 
 _BEAT_S: Final = 2.0
+_JOIN_S: Final = 1.0
 
 
 def join_relay(
-    peers: Peers, plan: Plan, sources: Sequence[ByteSource], sliced: Iterable[str], policy: str, progress: Progress
+    peers: Peers,
+    plan: Plan,
+    sources: Sequence[ByteSource],
+    sliced: frozenset[str],
+    blocks: Blocks,
+    policy: str,
+    device: Device,
+    progress: Progress,
 ) -> Relay:
-    """Agree with the other ranks on who reads what. Arguments as of `_exchange.join_group`.
+    """Agree with the other ranks on who reads what, and share memory with them. Arguments as of `_exchange.join_group`.
+
+    Args:
+        device: of this rank.
 
     Raises:
         PeerError: another rank failed, or is about to load something else.
         OptionError: the ranks do not share memory.
     """
-    all_sliced = frozenset(name for names in peers.gather(sorted(sliced)) for name in names)
-    share = share_reads(plan, all_sliced, peers.rank, peers.size, policy)
-    peers.agree(plan=digest_of(plan, share))
-    slot_nbytes = max((landing_nbytes(plan.reads[i]) for i in share.rounds), default=0)
-    node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s)
+    share = share_reads(plan, sliced - blocks.names, peers.rank, peers.size, policy)
+    peers.agree(plan=digest_of(plan, share, blocks.names))
+    staging = plan.limits.staging
+    assert staging is not None, "of a load to a device"
+    longest = max((max(plan.reads[i].nbytes, landing_nbytes(plan.reads[i])) for i in share.rounds), default=0)
+    slot_nbytes = round_up(min(staging.slot_nbytes, longest + 2 * PAGE), PAGE)
+    slots = max(1, min(staging.slots, share.owners.count(peers.rank), _node.MOST_SLOTS))
+    node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s, slots)
     if node is None:
         raise OptionError(
             "group= loads to devices among the ranks of one node only, and these do not share memory", option="group"
         )
     describe(progress, peers, plan, share, policy, over_memory=True)
-    return Relay(plan, sources, share, peers, node, progress)
+    return Relay(plan, sources, share, blocks, peers, node, device, progress)
 
 
 class Relay:
-    """Fills slots from the source, or from the rank that owns a read. Used by all readers of a rank."""
+    """The rounds of one load. Implements `_pipeline.Relay`.
+
+    Attributes:
+        report: the engine, told of reads that others have filled.
+    """
 
     def __init__(
-        self, plan: Plan, sources: Sequence[ByteSource], share: Share, peers: Peers, node: NodeMemory, progress: Progress
+        self,
+        plan: Plan,
+        sources: Sequence[ByteSource],
+        share: Share,
+        blocks: Blocks,
+        peers: Peers,
+        node: NodeMemory,
+        device: Device,
+        progress: Progress,
     ) -> None:
-        self._sources, self._share, self._peers, self._node, self._progress = sources, share, peers, node, progress
+        self.report: Report | None = None
+        self._plan, self._sources, self._share, self._blocks = plan, sources, share, blocks
+        self._peers, self._node, self._device, self._progress = peers, node, device, progress
         self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
         self._own_rounds = [k for k, owner in enumerate(share.owners) if owner == peers.rank]
         turns = [0] * peers.size
@@ -61,8 +102,18 @@ class Relay:
         for owner in share.owners:
             self._turn_of.append(turns[owner])
             turns[owner] += 1
+        self._locked = _LockedRings(node, device, peers, plan, progress)
+        self._ring: Ring | None = None
+        self._issue: Issue[Read] | None = None
+        self._threads: list[threading.Thread] = []
+        self._flying: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._issuing = threading.Lock()  # no copy is queued out of shared memory after `_unlocked`
+        self._unlocked = False
         self._state = threading.Condition()  # guards what follows
-        self._next_turn = 0  # of this rank's, to be put into shared memory
+        self._events: list[Any] = []
+        self._offers: dict[int, Read] = {}
+        self._filled: set[int] = set()  # turns of this rank beyond the first that is not filled
+        self._announced = 0
         self._done: set[int] = set()  # rounds beyond the first one that is not done with
         self._first = 0
         self._left = False
@@ -70,62 +121,228 @@ class Relay:
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="headrace-beat", daemon=True).start()
 
-    def fill_slot(self, filler: SlotFiller, read: Read, slot: memoryview) -> tuple[memoryview, Hops]:
-        """As `SlotFiller.fill_slot`.
+    # -- for the landing and its readers ---------------------------------------------------------------------------------------
+
+    def report_to(self, report: Report) -> None:
+        """Who is told of what others have read, and of ranks that failed. Before the start."""
+        self.report = report
+
+    def attach(self, ring: Ring, issue: Issue[Read]) -> None:
+        """Begin: with the ring for what cannot be copied out of shared memory, and what queues copies. Once, by a reader."""
+        self._ring, self._issue = ring, issue
+        for name, work in (("lock", self._locked.lock), ("exchange", self._receive_rounds), ("copies", self._await_copies)):
+            thread = threading.Thread(target=self._run, args=(work,), name=f"headrace-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def takes(self, read: Read) -> bool:
+        """Whether a read is exchanged."""
+        return (read.span, read.position) in self._round_of
+
+    def fill(self, filler: SlotFiller, read: Read) -> Hops | None:
+        """Read, and queue the copies to this rank's device; of a read that another rank owns, wait for nothing.
 
         Raises:
             PeerError: another rank failed, stopped or is gone. What the source raises, after the others were told.
         """
-        k = self._round_of.get((read.span, read.position))
+        k = self._round_of[read.span, read.position]
         try:
-            if k is None:
-                return filler.fill_slot(read, slot)
             if self._share.owners[k] == self._peers.rank:
-                data, hops = filler.fill_slot(read, slot)
-                self._sources[read.shard].check_unchanged()  # before the bytes go to others
-                self._put(k, data)
-                self._progress.to_peers_nbytes += data.nbytes * (self._peers.size - 1)
-            else:
-                data, hops = slot[: landing_nbytes(read)], Hops(received_nbytes=read.nbytes)
-                if not self._node.receive(self._share.owners[k], self._turn_of[k], [data]):
-                    raise self._reason()
-                self._progress.from_peers_nbytes += data.nbytes
-        except BaseException as exc:
+                return self._fill_own(k, filler, read)
             with self._state:
-                self._error = self._error or exc
-            self.leave(FAILED, f"{type(exc).__name__}: {exc}", exc.rank if isinstance(exc, PeerError) else None)
+                self._offers[k] = read
+                self._state.notify_all()
+        except BaseException as exc:
+            self._fail(exc)
             raise
-        self._finish(k)
-        return data, hops
+        return None
+
+    def close(self) -> None:
+        """The load is over: wait for the copies out of shared memory, and let go of it. May be called twice."""
+        if self._closed.is_set():
+            return
+        self._flying.put(None)
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others[2:]:  # so that the others hear that this rank is through with all, if it is
+            thread.join()
+        self.leave(STOPPED, "")
+        for thread in others:
+            thread.join(_JOIN_S)
+        with self._issuing:
+            self._unlocked = True
+        self._closed.set()
+        drained = True
+        try:
+            self._device.drain()
+        except DeviceError:
+            drained = False
+        self._locked.unlock(drained=drained)
+        self._device.destroy(self._events)
+        self._progress.peak_nbytes += self._node.own_nbytes
+        self._node.close()
+        self._peers.close()
 
     def leave(self, status: int, why: str, blamed: int | None = None) -> None:
         """Tell the others that this rank takes no part any more; the first reason counts, while there is something left to do."""
         with self._state:
             if self._left or self._first == len(self._share.owners):
+                self._left = True
+                self._state.notify_all()
                 return
             self._left = True
             self._state.notify_all()
         self._node.leave(Leaving(status, self._peers.rank if blamed is None else blamed, why))
 
-    def close(self) -> None:
-        """The load is over. May be called twice."""
-        self.leave(STOPPED, "")
-        if not self._closed.is_set():
-            self._closed.set()
-            self._node.close()
-            self._peers.close()
+    # -- rounds ----------------------------------------------------------------------------------------------------------------
 
-    def _put(self, k: int, data: memoryview) -> None:
+    def _fill_own(self, k: int, filler: SlotFiller, read: Read) -> Hops:
         turn = self._turn_of[k]
-        with self._state:
-            while self._next_turn != turn and not self._left:
-                self._state.wait()
-        after = self._own_rounds[turn - SLOTS] + 1 if turn >= SLOTS else 0
-        if self._left or not self._node.send(turn, [data], after=after):
+        before = turn - self._locked.slots
+        slot = self._node.room(turn, after=self._own_rounds[before] + 1 if before >= 0 else 0)
+        if slot is None:
             raise self._reason()
+        data, hops = filler.fill_slot(read, slot)
+        self._sources[read.shard].check_unchanged()  # before the bytes go to others
+        self._node.begin(turn, address_of(data) - address_of(slot))
+        packings = self._blocks.packings(read.span, read.position) if read.span in self._blocks.rows else None
+        self._announce(turn, data.nbytes * (self._peers.size - 1) if packings is None else self._sent_nbytes(read, packings))
+        self._pass_on(k, read, data)
+        return hops
+
+    def _sent_nbytes(self, read: Read, packings: Sequence[Packing]) -> int:
+        itemsize = DTYPES[self._plan.tensors.sources[self._blocks.rows[read.span]]].itemsize
+        return sum(packing.elements for rank, packing in enumerate(packings) if rank != self._peers.rank) * itemsize
+
+    def _announce(self, turn: int, sent_nbytes: int) -> None:
         with self._state:
-            self._next_turn += 1
-            self._state.notify_all()
+            self._progress.to_peers_nbytes += sent_nbytes
+            self._filled.add(turn)
+            while self._announced in self._filled:
+                self._filled.remove(self._announced)
+                self._announced += 1
+            self._node.announce(self._announced)
+
+    def _receive_rounds(self) -> None:
+        """What the others have filled, in the order of the rounds."""
+        for k, owner in enumerate(self._share.owners):
+            if owner == self._peers.rank:
+                continue
+            with self._state:
+                self._state.wait_for(lambda k=k: k in self._offers or self._left)  # type: ignore[misc]
+                read = self._offers.pop(k, None)
+            filled = self._node.filled_slot(owner, self._turn_of[k]) if read is not None else None
+            if read is None or filled is None:
+                return
+            nbytes = self._pass_on(k, read, filled[: landing_nbytes(read)])
+            self._progress.from_peers_nbytes += nbytes
+            assert self.report is not None, "the engine is told of what comes in"
+            self.report.finish(read, Hops(received_nbytes=read.nbytes))
+
+    def _pass_on(self, k: int, read: Read, data: memoryview) -> int:
+        """Queue the copies of what a shared slot holds to this rank's device, and return how many of its bytes they are."""
+        cutouts = self._blocks.cutouts.get((read.span, read.position))
+        if cutouts is not None:
+            nbytes = self._send_part(read, data, cutouts)
+        elif self._locked.is_locked(self._share.owners[k]):
+            self._send_in_place(k, read, data)
+            return data.nbytes
+        else:
+            nbytes = self._send_by_ring(read, data.nbytes, lambda view: move(view, data))
+        self._finish(k)
+        return nbytes
+
+    def _send_in_place(self, k: int, read: Read, data: memoryview) -> None:
+        with self._state:
+            event = self._events.pop() if self._events else None
+        event = self._device.new_event() if event is None else event
+        with self._issuing:
+            if self._unlocked or self._ring is None:
+                raise StreamError("the stream is closed")
+            self._ring.send_outside(self._issue_and_record, (read, event), data)
+        self._flying.put((k, event))
+
+    def _issue_and_record(self, what: tuple[Read, Any], data: memoryview, pinned: bool) -> None:
+        assert self._issue is not None
+        read, event = what
+        self._issue(read, data, pinned and self._locked.is_registered)
+        self._device.record(event)
+
+    def _send_part(self, read: Read, block: memoryview, cutouts: Sequence[Cutout]) -> int:
+        """What this rank takes out of a block: one stretch of its tensor, by way of its own ring."""
+        tensors, row = self._plan.tensors, self._blocks.rows[read.span]
+        on_device = self._plan.spans[read.span].cast is not None
+        convert = Copy(tensors.sources[row], tensors.sources[row] if on_device else tensors.dtypes[row])
+        first, moved = placed(cutouts)
+        itemsize = DTYPES[convert.target].itemsize
+        elements = sum(math.prod(cutout.shape) for cutout in moved)
+
+        def fill(view: memoryview) -> None:
+            for cutout in moved:
+                copy_cutout(block, view, cutout, convert)
+
+        if elements:
+            self._send_by_ring(read._replace(position=first * itemsize), elements * itemsize, fill)
+        return elements * DTYPES[convert.source].itemsize
+
+    def _send_by_ring(self, read: Read, nbytes: int, fill: Callable[[memoryview], None]) -> int:
+        """Bytes that `fill` puts into memory, to the device by a slot of this rank's own ring, or by several."""
+        assert self._ring is not None
+        assert self._issue is not None
+        slot = self._ring.take()
+        try:
+            room = Region(nbytes) if nbytes > slot.view.nbytes else None  # a conversion may make it longer than a slot
+            whole = (room.view if room is not None else slot.view)[:nbytes]
+            fill(whole)
+            step = slot.view.nbytes // PAGE * PAGE
+            for at in range(0, nbytes, step):
+                if at:
+                    slot = self._ring.take()
+                piece = whole[at : at + step]
+                if nbytes > step:
+                    move(slot.view[: piece.nbytes], piece)
+                    piece = slot.view[: piece.nbytes]
+                piece = self._ring.settle(slot, piece)
+                self._ring.send(slot, self._issue, read._replace(position=read.position + at), piece)
+                slot = None  # type: ignore[assignment]
+        except BaseException:
+            if slot is not None:
+                self._ring.put_back(slot)
+            raise
+        return nbytes
+
+    def _await_copies(self) -> None:
+        """Say of each round that this rank is through with it when its copies out of shared memory are done."""
+        while (flying := self._flying.get()) is not None:
+            k, event = flying
+            self._device.synchronize(event)
+            self._finish(k)
+            with self._state:
+                self._events.append(event)
+
+    def _finish(self, k: int) -> None:
+        with self._state:
+            self._done.add(k)
+            while self._first in self._done:
+                self._done.remove(self._first)
+                self._first += 1
+            self._node.done(self._first)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            self._device.enter_thread()
+            work()
+        except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it
+            self._fail(exc)
+            if self.report is not None:
+                self.report.fail(exc)
+
+    def _fail(self, exc: BaseException) -> None:
+        with self._state:
+            self._error = self._error or exc
+        why = str(exc) if isinstance(exc, PeerError) else f"{type(exc).__name__}: {exc}"
+        self.leave(FAILED, why, exc.rank if isinstance(exc, PeerError) else None)
 
     def _reason(self) -> BaseException:
         """What ends a reader that waits for another rank: the error of the reader that failed first."""
@@ -135,15 +352,81 @@ class Relay:
             return copy(failed).with_traceback(None)
         return StreamError("the stream is closed")
 
-    def _finish(self, k: int) -> None:
-        with self._state:
-            self._done.add(k)
-            while self._first in self._done:
-                self._done.remove(self._first)
-                self._first += 1
-            first = self._first
-        self._node.done(first)
-
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT_S):
             self._node.beat()
+
+
+class _LockedRings:
+    """The rings of all ranks, page-locked for this rank's device, one after another on a thread of its own.
+
+    Attributes:
+        slots: of this rank's ring.
+        is_registered: whether what is copied out of in place is page-locked.
+    """
+
+    def __init__(self, node: NodeMemory, device: Device, peers: Peers, plan: Plan, progress: Progress) -> None:
+        assert plan.limits.staging is not None
+        self._node, self._device, self._progress, self._pin = node, device, progress, plan.limits.staging.pin
+        self._order = [peers.rank, *(rank for rank in range(peers.size) if rank != peers.rank)]
+        self.slots, self.is_registered = node.slot_count, self._pin != "off"
+        self._settled = [threading.Event() for _ in range(peers.size)]
+        self._in_place = [False] * peers.size
+        self._pins: list[tuple[int, memoryview]] = []
+        self._stopped = False
+
+    def lock(self) -> None:
+        """Page-lock them; what is refused once is not tried again."""
+        refused = self._device.in_place_refused if self._pin != "off" else None
+        try:
+            for rank in self._order:
+                if refused is None and not self._stopped:
+                    refused = self._lock_one(rank)
+                self._settled[rank].set()
+        finally:
+            for settled in self._settled:
+                settled.set()
+            self._say(refused)
+
+    def _lock_one(self, rank: int) -> str | None:
+        """Why not; None where it is done."""
+        slots = self._node.slots(rank)
+        if self._pin != "off" and slots.nbytes:
+            try:
+                self._device.pin(address_of(slots), slots.nbytes)
+            except DeviceError as exc:
+                return str(exc)
+            self._pins.append((address_of(slots), slots))
+        self._in_place[rank] = True
+        return None
+
+    def is_locked(self, rank: int) -> bool:
+        """Whether copies may come straight out of a rank's ring. Waits until that is known."""
+        self._settled[rank].wait()
+        return self._in_place[rank]
+
+    def _say(self, refused: str | None) -> None:
+        if refused is not None:
+            self._progress.exchange += f", through each rank's own ring to its device: {refused}"
+            return
+        self._progress.exchange += ", from where it is copied to each rank's device"
+        if self._pin == "off":
+            self._progress.pinned, self._progress.pinned_how = False, "not page-locked: pin='off'"
+        else:
+            self._progress.pinned = True
+            self._progress.pinned_how = "page-locked: the rings of the node's ranks, registered with the driver by each of them"
+
+    def unlock(self, *, drained: bool) -> None:
+        """End the registrations. Memory that the device may still read is never unmapped."""
+        self._stopped = True
+        pins, self._pins = self._pins, []
+        for address, view in pins:
+            try:
+                self._device.unpin(address)
+            except DeviceError:
+                drained = False
+            if not drained:
+                _kept_for_good.append(view)
+
+
+_kept_for_good: list[memoryview] = []

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from headrace._direct import DirectRoute
     from headrace._engine import Engine
     from headrace._exchange import GroupLanding
-    from headrace._inplace import Locked
-    from headrace._landing import HostLanding
+    from headrace._inplace import InPlace, Locked
+    from headrace._landing import HostLanding, Landing
     from headrace._peers import Peers
     from headrace._pipeline import DeviceLanding
+    from headrace._relay import Relay
     from headrace._tables import SharedReading, Tables
     from headrace._trace import Tracer
     from headrace.devices.base import Destination, Device, HostTarget
@@ -188,15 +189,17 @@ class Request:
                 f"mmap hands out views of the file, which cannot be {ownership}; leave one of the two out", option="mmap"
             )
         target = self._open_device()
+        in_place = self._in_place(target, peers)
         sliced, blocked, of_ranks = frozenset[str](), dict[str, TensorInfo](), list[dict[str, Index]]()
-        if peers is not None and self.device_name == "cpu":
+        if peers is not None and not self.in_place_shards:  # in place, nothing is read from storage
             sliced, blocked, of_ranks = self._join_slices(peers)
         destinations = self._destinations(into, target) if into is not None else {}
-        in_place = self._hold_in_place(target, peers) if self.held is None else self._borrow(target if peers is None else None)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
         sources = self.checkpoint.sources
         chunks = [NETWORK_CHUNK_NBYTES if is_remote(source) else CHUNK_NBYTES for source in self.checkpoint.sources]
+        if plan.limits.staging is not None:
+            chunks = [min(chunk, plan.limits.staging.chunk_nbytes) for chunk in chunks]
         plan, blocks = in_blocks(plan, blocked, self.slices, chunks, of_ranks)
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += self.direct.degraded if self.direct is not None else []
@@ -208,13 +211,14 @@ class Request:
         if tracer is not None and self.direct is not None:
             self.direct.files = tracer.direct(self.direct.files)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
-        together = peers is not None and (in_place is None or self.held is not None)  # in place, nothing is read from storage
-        shared = self._share(cast("Peers", peers), landing, plan, counters, sliced, blocks) if together else None
+        together = peers is not None and not self.in_place_shards
+        shared = self._share(cast("Peers", peers), landing, plan, target, counters, sliced, blocks) if together else None
+        landed = cast("Landing", shared) if shared is not None and self.device_name == "cpu" else landing
         plan = replace(plan, group=counters.group)
         job = Job(
             plan=plan,
             sources=sources,
-            landing=shared or landing if tracer is None else tracer.landing(shared or landing),
+            landing=landed if tracer is None else tracer.landing(landed),
             into_given=bool(destinations),
             order=order,
             rename=_renaming(rename),
@@ -320,46 +324,83 @@ class Request:
         if self.loan is not None:
             self.loan.close()
 
-    def _borrow(self, target: HostTarget | Device | None) -> Locked | None:
-        """Memory of a held checkpoint, for the load's time; what is page-locked for the target is where copies come from.
+    def _in_place(self, target: HostTarget | Device, peers: Peers | None) -> Locked | None:
+        """Page-locked memory that copies to the target come from: what is held, or the files where they lie.
 
-        Not where ranks load together: they wait for what passes through the ring.
+        All ranks that load together do without reading so, or none: one that did would not give the others what they wait for.
         """
+        asked = self.options.in_place in ("auto", "require")
+        if self.device_name == "cpu" or (peers is not None and not all(peers.gather(asked or self.held is not None))):
+            if asked and self.device_name != "cpu":
+                self.unmapped.append("not page-locked in place: another rank does not ask for it")
+            return self._borrow(None)
+        held, why, reasons = self._in_place_by_turns(target, peers)
+        if any(reasons) and self.in_place_shards:
+            why = f"rank {next(rank for rank, reason in enumerate(reasons) if reason)} could not"
+            self.in_place_shards = frozenset()
+            if self.held is not None:
+                self.let_go()
+                held = self._borrow(None)
+            elif held is not None:
+                cast("InPlace", held).close()
+                held = None
+        if self.held is None and not self.in_place_shards and asked:
+            self.unmapped.append(f"not page-locked in place: {why}")
+        return held
+
+    def _in_place_by_turns(self, target: HostTarget | Device, peers: Peers | None) -> tuple[Locked | None, str, list[str]]:
+        """(what is held in place, why it is not, why not on each rank).
+
+        Page-locking may move a file's times (`_inplace`). So one rank does it after the other, when all have opened their files,
+        and each forgives what those before and behind it have moved.
+        """
+        held: Locked | None = None
+        why, reasons = "", list[str]()
+        for turn in range(1 if peers is None else peers.size):
+            if peers is None or turn == peers.rank:
+                if turn and not any(reasons):
+                    self._forgive_times(target)
+                held, why = (self._borrow(target), "") if self.held is not None else self._hold_in_place(target)
+                if not self.in_place_shards and not why:
+                    why = "what is held is not page-locked for the device"
+            if peers is not None:
+                reasons.append(peers.gather(why)[turn])
+        if peers is not None and not all(reasons):
+            self._forgive_times(target)
+        return held, why, reasons
+
+    def _forgive_times(self, target: HostTarget | Device) -> None:
+        if self.options.in_place not in ("auto", "require") or cast("Device", target).pins_read_only:
+            return
+        for source, rows in zip(self.checkpoint.sources, self.chosen, strict=True):
+            if (rows is None or rows) and hasattr(source, "forgive_times"):
+                source.forgive_times()
+
+    def _borrow(self, target: HostTarget | Device | None) -> Locked | None:
+        """Memory of a held checkpoint, for the load's time; what is page-locked for the target is where copies come from."""
         if self.held is None:
             return None
         self.in_place_shards = self.held.locked_for(target)
         self.loan = self.held.lend(cast("Device", target) if self.in_place_shards else None)
         return self.loan
 
-    def _hold_in_place(self, target: HostTarget | Device, peers: Peers | None) -> Locked | None:
-        """The wanted shards page-locked where they lie, if that is asked for and can be; else `unmapped` says why.
-
-        All ranks that load together do it, or none: one that read for itself would not give the others what they wait for.
-        """
-        asked = self.options.in_place
-        if self.device_name == "cpu" or asked not in ("auto", "require"):
-            return None
+    def _hold_in_place(self, target: HostTarget | Device) -> tuple[Locked | None, str]:
+        """The wanted shards page-locked where they lie, if that is asked for and can be; else why not."""
+        if self.options.in_place not in ("auto", "require"):
+            return None, "it was not asked for"
         from headrace._inplace import InPlace, NotInPlaceError
 
         wanted = {
             i: s for i, (s, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True)) if rows is None or rows
         }
-        held, why = None, ""
         try:
             held = InPlace(cast("Device", target), wanted)
         except NotInPlaceError as exc:
-            if asked == "require":
+            if self.options.in_place == "require":
                 raise OptionError(f"in_place='require': {exc}", option="in_place") from exc
-            why = str(exc)
-        if peers is not None and not all(reasons := [not reason for reason in peers.gather(why)]) and held is not None:
-            why = f"rank {reasons.index(False)} could not"
-            held.close()
-            held = None
-        if held is None:
-            self.unmapped.append(f"not page-locked in place: {why}")
-            return None
+            return None, str(exc)
         self.in_place_shards = frozenset(wanted)
-        return held
+        return held, ""
 
     def _is_written_to(self, name: str, destination: Destination) -> bool:
         """Whether bytes go straight into a destination; else its values are copied in."""
@@ -428,10 +469,11 @@ class Request:
         peers: Peers,
         landing: HostLanding | DeviceLanding,
         plan: Plan,
+        target: HostTarget | Device,
         counters: Progress,
         sliced: frozenset[str],
         blocks: Blocks,
-    ) -> GroupLanding | None:
+    ) -> GroupLanding | Relay:
         from headrace._exchange import join_group
         from headrace._landing import HostLanding
 
@@ -445,8 +487,10 @@ class Request:
         if not isinstance(landing, HostLanding):
             from headrace._relay import join_relay
 
-            landing.relay = join_relay(peers, plan, self.checkpoint.sources, self.slices, policy, counters)
-            return None
+            device = cast("Device", target)
+            relay = join_relay(peers, plan, self.checkpoint.sources, sliced, blocks, policy, device, counters)
+            landing.relay = relay
+            return relay
         return join_group(peers, landing, plan, self.checkpoint.sources, sliced, blocks, policy, counters)
 
     def _destinations(self, into: Into, target: HostTarget | Device) -> dict[str, Destination]:
