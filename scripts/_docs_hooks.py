@@ -59,7 +59,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _contributing() -> str:
-    return _to_site((ROOT / "CONTRIBUTING.md").read_text())
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return _to_site(re.sub(r"^ {3}(?=\S)", "    ", text, flags=re.M))  # below "1." Python-Markdown wants four spaces
 
 
 def _to_site(text: str) -> str:
