@@ -54,7 +54,7 @@ class Options:
         concurrency: reads in flight at once, over all shards. Automatic: from the CPUs the cgroup grants and the kind of source.
         memory_limit: host bytes that may be read ahead of the caller, in bytes or as text ("256MiB"). -1: as much as is useful;
             0: the least that works, one span of tensors at a time. Tensors the caller keeps come on top, and a tensor larger than
-            the limit still loads. Automatic: room for the two largest tensors, and for what keeps the source busy (16 MiB from the
+            the limit still loads. Automatic: room for the two largest tensors, and what keeps the source busy (16 MiB from the
             page cache, 64 MiB from a disk, 128 MiB from a network), up to 512 MiB or an eighth of the memory available. A mapping
             where a load has several targets: see `memory_limits`, which it becomes.
         pin: page-lock staging memory: "off", "auto" (one warning where it fails) or "require" (raise where it fails).
