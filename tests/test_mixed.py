@@ -16,6 +16,7 @@ from checkpoints import KIB, MIB, WatchedSource, bytes_of, mixed_contents, rando
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Outcome, prepare_ranks, run_ranks
+from simulated_gpu import Gpu, needs_compiler, simulated_gpu
 from test_exchange import alone, error_of, values
 
 import headrace
@@ -222,6 +223,68 @@ def test_a_stream_that_is_left_early_stops_all_phases(folder: Path) -> None:
         next(tensors)
 
 
+def target_of(name: str) -> str | None:
+    """Where a tensor goes that is called so, by its name alone."""
+    return "shared-cpu" if name.endswith("table") else None
+
+
+def test_a_callable_says_where_each_tensor_goes(folder: Path) -> None:
+    plan = headrace.plan(folder, device=target_of, memory_limit={"shared-cpu": MIB, "cpu": 0})
+    assert [(phase.device, phase.limits.memory_limit) for phase in plan.phases] == [("cpu", 0), ("shared-cpu", MIB)]  # type: ignore[attr-defined]
+    with headrace.stream(folder, device=target_of) as tensors:
+        found = {name: bytes_of(tensor) for name, tensor in tensors}
+    assert found == expected(folder)
+    assert sorted(tensors.shared) == sorted(name for name in found if name.endswith("table"))
+
+
+def test_a_callable_that_knows_one_place_makes_a_plain_load(folder: Path) -> None:
+    plan = headrace.plan(folder, device=lambda _: torch.device("cpu"), names="*.norm")
+    assert not hasattr(plan, "phases")
+    assert plan.device == "cpu"
+    assert plan.tensors.names == headrace.plan(folder, names="*.norm").tensors.names
+
+
+def test_what_a_callable_answers_is_checked_before_anything_is_read(folder: Path) -> None:
+    with pytest.raises(OptionError, match="not supported"):
+        headrace.load(folder, device=lambda name: "gpu" if name.startswith("1") else None)
+    with pytest.raises(OptionError, match="cuda:1"):
+        headrace.plan(folder, device=target_of, memory_limit={"cuda:1": 0})
+    with pytest.raises(KeyError, match="mine"):
+        headrace.load(folder, device=lambda _: {}["mine"])
+
+
+PLACES = {"*.table": "shared-cpu", "file:model-1.safetensors": "cpu"}
+
+
+def on_device(tensors: dict[str, torch.Tensor], gpu: Gpu) -> set[str]:
+    """Those with bytes that lie on a simulated device."""
+    return {name for name, tensor in tensors.items() if tensor.nbytes and gpu.device.allocator.holds(tensor)}
+
+
+def belong_on_device(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Those that `PLACES` leaves to the rest."""
+    return {name for name, tensor in tensors.items() if tensor.nbytes and name.startswith("0.") and not name.endswith("table")}
+
+
+@needs_compiler
+@pytest.mark.parametrize("by", ["mapping", "callable"])
+def test_a_device_is_one_of_several_places(folder: Path, by: str) -> None:
+    with simulated_gpu("random") as gpu:
+
+        def place(name: str) -> object:
+            return "shared-cpu" if name.endswith("table") else "cpu" if name.startswith("1.") else gpu.device
+
+        device: Any = place if by == "callable" else {**PLACES, "*": gpu.device}
+        limits = {"shared-cpu": MIB, "cpu": MIB, gpu.device.name: 4 * MIB}
+        with headrace.stream(folder, device=device, memory_limit=limits) as tensors:
+            kept = dict(tensors)
+        assert {name: bytes_of(tensor) for name, tensor in kept.items()} == expected(folder)
+        assert on_device(kept, gpu) == belong_on_device(kept)
+        assert tensors.stats.sent_nbytes == sum(kept[name].nbytes for name in on_device(kept, gpu))
+        del kept, tensors
+        gc.collect()
+
+
 # ---- among ranks
 
 
@@ -255,6 +318,61 @@ def test_shared_tensors_are_read_once_per_node_and_the_others_once_in_all(folder
     assert sum(read for _, read, _, _ in found) == shared * (1 if one_node else 3) + rest
     assert sum(received for _, _, received, _ in found) == 2 * rest
     assert all("have in common, read by rank" in exchange for _, _, _, exchange in found)
+
+
+def load_to_devices(rank: int, path: Path, by: str) -> tuple[dict[str, bytes], int]:
+    """Tables to shared memory, one file to the host, the rest to a simulated device of each rank."""
+    del rank
+    with simulated_gpu("random") as gpu:
+
+        def place(name: str) -> object:
+            return "shared-cpu" if name.endswith("table") else "cpu" if name.startswith("1.") else gpu.device
+
+        device: Any = place if by == "callable" else {**PLACES, "*": gpu.device}
+        with headrace.stream(path, group=True, device=device, memory_limit={"*": 4 * MIB}) as tensors:
+            dist.barrier()
+            kept = dict(tensors)
+        assert on_device(kept, gpu) == belong_on_device(kept)
+        found, read = {name: bytes_of(tensor) for name, tensor in kept.items()}, tensors.stats.read_nbytes
+        del kept, tensors
+        gc.collect()
+        return found, read
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("by", ["mapping", "callable"])
+def test_ranks_load_to_several_places_with_devices_and_each_byte_is_read_once(folder: Path, by: str) -> None:
+    found = values(run_ranks(3, load_to_devices, folder, by))
+    assert all(tensors == expected(folder) for tensors, _ in found)
+    assert sum(read for _, read in found) == headrace.plan(folder).read_nbytes
+
+
+def load_by_other_functions(rank: int, path: Path) -> None:
+    """Rank 1 means other places."""
+    headrace.load(path, group=True, device=target_of if rank != 1 else (lambda _: "cpu"))
+
+
+def fail_to_say(rank: int, path: Path) -> None:
+    """Rank 1's function breaks."""
+
+    def place(name: str) -> str | None:
+        if rank == 1 and name.startswith("1."):
+            raise KeyError("no such place")
+        return target_of(name)
+
+    headrace.load(path, group=True, device=place)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ranks")
+def test_ranks_whose_functions_differ_or_fail_hear_so_at_once(folder: Path) -> None:
+    for outcome in run_ranks(3, load_by_other_functions, folder):
+        assert isinstance(error_of(outcome), PeerError)
+    outcomes = run_ranks(3, fail_to_say, folder)
+    assert isinstance(error_of(outcomes[1]), KeyError)
+    assert [error_of(outcomes[rank]).rank for rank in (0, 2)] == [1, 1]  # type: ignore[attr-defined]
 
 
 def load_one_shared(_rank: int, path: Path) -> tuple[int, int]:

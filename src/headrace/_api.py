@@ -24,11 +24,20 @@ from headrace._location import Location, Verify, is_remote_url, load_manifest, l
 from headrace._manifest import MANIFEST_NAME
 from headrace._metadata import Metadata, write_metadata
 from headrace._options import Demand, Options, resolve
-from headrace._phases import Load, join_plans, open_load, placeholders_of, requests_of, targets_of
+from headrace._phases import (
+    Load,
+    agree_on_places,
+    is_function,
+    join_plans,
+    open_load,
+    placeholders_of,
+    requests_of,
+    targets_of,
+)
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
-from headrace._request import Into, Order, Ownership, Rename, read_at_once
+from headrace._request import Into, Order, Ownership, Rename, Request, read_at_once
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
@@ -174,7 +183,7 @@ def open_sharded(
 def plan(
     url: Location,
     *,
-    device: Target | Mapping[str, Target] = "cpu",
+    device: Target | Mapping[str, Target] | Callable[[str], Target | None] = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -210,7 +219,7 @@ def plan(
 def stream(
     url: Location,
     *,
-    device: Target | Mapping[str, Target] = "cpu",
+    device: Target | Mapping[str, Target] | Callable[[str], Target | None] = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -237,8 +246,9 @@ def stream(
         url: as for `open`; also an open `Checkpoint`, which stays open.
         device: where the tensors go: "cpu", "cuda" (the current GPU), "cuda:1", a torch.device, or a `Device` of one's own.
             "shared-cpu": memory that all ranks of the node have in common, filled by one of them and not to be written to. A
-            mapping from names, globs or "file:NAME" to such targets, what it leaves out going to "cpu": one target is loaded
-            after the other, each with its own `memory_limit` where that is a mapping. See docs/distributed.md.
+            mapping from names, globs or "file:NAME" to such targets, what it leaves out going to "cpu", or a callable that takes
+            a name and returns a target or None: one target is loaded after the other, each with its own `memory_limit` where
+            that is a mapping. See docs/distributed.md.
         names: which tensors: a name or glob, several of them, or a predicate that takes a `TensorInfo`. None: all.
         slices: {name: index} with numpy's meaning (integers, slices with any step, '...'); only what is needed is read,
             or a range that covers it where that is cheaper.
@@ -282,11 +292,13 @@ def stream(
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     tracer = Tracer(trace) if trace is not None else None
-    with _gathered(group, resolved, len(targets_of(device))) as peers, ExitStack() as opened:
+    with _gathered(group, resolved, len(targets_of(device)) or 1) as peers, ExitStack() as opened:
         checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
         if checkpoint is not url:
             opened.callback(checkpoint.close)
         requests = requests_of(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
+        if is_function(device):
+            _gather_more(peers, requests, group, resolved)
         for request in requests:
             opened.callback(request.let_go)
         ending = ExitStack()  # what is done when the load is over
@@ -631,7 +643,7 @@ def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] 
 
 
 @contextmanager
-def _gathered(group: object, options: Options, phases: int) -> Iterator[Sequence[Peers | None]]:
+def _gathered(group: object, options: Options, phases: int) -> Iterator[list[Peers | None]]:
     """The ranks that load together, for each phase; None where there is one. They are told if what follows fails."""
     if group is None or group is False:
         yield [None] * phases
@@ -642,12 +654,25 @@ def _gathered(group: object, options: Options, phases: int) -> Iterator[Sequence
     if peers[0].size == 1:
         yield [None] * phases
         return
+    given: list[Peers | None] = [*peers]
     try:
-        yield peers
+        yield given
     except BaseException as exc:
-        for each in peers:  # in the order in which the others come to them
-            each.give_up(exc)
+        for each in given:  # in the order in which the others come to them
+            if each is not None:
+                each.give_up(exc)
         raise
+
+
+def _gather_more(peers: list[Peers | None], requests: Sequence[Request], group: object, options: Options) -> None:
+    """Ranks for each phase, where how many there are was not known before the checkpoint was open."""
+    if (first := peers[0]) is None:
+        peers += [None] * (len(requests) - 1)
+        return
+    from headrace._peers import Peers
+
+    agree_on_places(requests, first)
+    peers += [Peers(group, options.peer_timeout_s) for _ in requests[1:]]
 
 
 def _resolved(url: Location, options: Options | None, overrides: dict[str, Any]) -> Options:

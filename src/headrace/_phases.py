@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from headrace._checkpoint import Checkpoint
 from headrace._options import Options
 from headrace._plan import Plan, Read, Span, Tensors
 from headrace._progress import Snapshot
-from headrace._request import Request, name_of_device
+from headrace._request import Request, is_device, name_of_device
 from headrace._selection import DTypeRule, Names, select
 from headrace._slices import Index
-from headrace._targets import DEFAULT, divide
-from headrace.errors import OptionError
+from headrace._targets import DEFAULT, divide, divide_by
+from headrace.errors import OptionError, PeerError
 
 if TYPE_CHECKING:
     from headrace._peers import Peers
@@ -55,8 +55,19 @@ class Load(Protocol):
     def check_finished(self) -> None: ...
 
 
+def is_function(device: object) -> bool:
+    """Whether it is a function of a tensor's name, rather than one target (torch.device can be called, too) or a mapping."""
+    return callable(device) and not is_device(device) and not hasattr(device, "index")
+
+
 def targets_of(device: object) -> dict[str, object]:
-    """{name: target} of all places that tensors may go to; known before anything is opened. Raises OptionError."""
+    """{name: target} of all places that tensors may go to; known before anything is opened, but for a function's.
+
+    Raises:
+        OptionError: there is no such target.
+    """
+    if is_function(device):
+        return {}
     if not isinstance(device, Mapping):
         return {name_of_device(device): device}
     if not all(isinstance(key, str) for key in device):
@@ -81,6 +92,8 @@ def requests_of(
         OptionError: a key of `device` that fits nothing, or a limit for a place that nothing goes to.
         As `Request`.
     """
+    if is_function(device):
+        return _requests_by(cast("Callable[[str], object]", device), checkpoint, names, slices, rule, options)
     targets = targets_of(device)
     options.check_targets(targets)
     if not isinstance(device, Mapping):
@@ -89,6 +102,40 @@ def requests_of(
     by_key = {key: name_of_device(target) for key, target in device.items()}
     divided = divide(by_key, DEFAULT, checkpoint.headers, chosen, checkpoint.where, checkpoint.names_of_shards)
     return [Request(checkpoint, members, slices, rule, options, targets[name]) for name, members in divided.items()]
+
+
+def _requests_by(
+    target_of: Callable[[str], object],
+    checkpoint: Checkpoint,
+    names: Names,
+    slices: Mapping[str, Index] | None,
+    rule: DTypeRule,
+    options: Options,
+) -> list[Request]:
+    targets: dict[str, object] = {}
+
+    def named(name: str) -> str:
+        target = target_of(name)
+        found = name_of_device(DEFAULT if target is None else target)
+        targets.setdefault(found, DEFAULT if target is None else target)
+        return found
+
+    chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
+    divided = divide_by(named, checkpoint.headers, chosen) or {DEFAULT: []}
+    options.check_targets(targets or divided)
+    return [Request(checkpoint, members, slices, rule, options, targets.get(name, name)) for name, members in divided.items()]
+
+
+def agree_on_places(requests: Sequence[Request], peers: Peers) -> None:
+    """Compare what ranks have made of a function of theirs: as many places, of the same kinds. Collective.
+
+    Raises:
+        PeerError: a rank has others, or failed.
+    """
+    kinds = ["shared-cpu" if request.is_shared else request.device_name.partition(":")[0] for request in requests]
+    for rank, theirs in enumerate(peers.gather(kinds)):
+        if theirs != kinds:
+            raise PeerError(f"rank {rank} loads to {theirs}, and rank {peers.rank} to {kinds}, in this order", rank=rank)
 
 
 def open_load(

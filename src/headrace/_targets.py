@@ -1,12 +1,12 @@
 """PURE: which tensors go where, if not all of them go to one place.
 
 A mapping's keys are names, globs of names, or "file:" and the name of a shard; its values are targets. A full name counts before
-everything else, then the first key that fits. What no key fits goes to the CPU's memory.
+everything else, then the first key that fits. What no key fits goes to the CPU's memory. A function of the name says it for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final, TypeVar
@@ -52,6 +52,17 @@ def divide(
         for row in range(len(header.names)) if rows is None else rows:
             name = header.names[row]
             found[targets[name] if name in targets else _first_fit(name, of_file, default)].append(name)
+    return found
+
+
+def divide_by(
+    target_of: Callable[[str], _Target], headers: Sequence[Header], chosen: Sequence[Sequence[int] | None]
+) -> dict[_Target, list[str]]:
+    """Divide tensors as a function says, asked once for each. Otherwise as `divide`; only targets that something goes to."""
+    found: dict[_Target, list[str]] = {}
+    for header, rows in zip(headers, chosen, strict=True):
+        for name in header.names if rows is None else [header.names[row] for row in rows]:
+            found.setdefault(target_of(name), []).append(name)
     return found
 
 
