@@ -101,7 +101,11 @@ class Ring:
         self._memory = _Memory(device, Region(self.nbytes))
         self._lock = self._memory.lock  # slots, and the order of copies and events on the stream
         self._segments = _segments(slots, self._slot_nbytes)
-        self._slots = self._make_slots()
+        try:
+            self._slots = self._make_slots()
+        except BaseException:
+            self._memory.release()  # the events that were made before one could not be
+            raise
         self._free = self._slots[::-1]
         self._flying: deque[Slot] = deque()
         self._threads: list[threading.Thread] = []

@@ -133,7 +133,10 @@ class SharedLanding:
         self._returned: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Nothing to do."""
+        """Spans of empty tensors are there: nothing is read for them, so nothing completes them."""
+        for index, span in enumerate(self._plan.spans):
+            if span.first_read == span.last_read:
+                self._pages.announce(index)
 
     def filling(self) -> Filling:
         return _SharedFilling(Filler(self._plan, self._sources), self._pages, self._sources)

@@ -1,0 +1,61 @@
+"""What scripts/soak has found and was mended: the smallest case of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import KIB, Contents, bytes_of, random_entry, serialize, write
+from ranks import prepare_ranks, run_ranks
+from simulated_gpu import needs_compiler, simulated_gpu
+from test_exchange import values
+
+import headrace
+from headrace.errors import DeviceError
+from headrace.sources.memory import MemorySource
+
+EMPTY = ("F32", (3, 0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> None:
+    prepare_ranks()
+
+
+def with_empty_spans() -> Contents:
+    """Tensors without bytes first, last and in between; with no memory to read ahead, some have spans of their own."""
+    shapes = [EMPTY, ("U8", (300 * KIB,)), EMPTY, EMPTY, ("U8", (9,)), ("U8", (300 * KIB,)), EMPTY]
+    return {f"t{i}": random_entry(dtype, shape, seed=i) for i, (dtype, shape) in enumerate(shapes)}
+
+
+@pytest.mark.parametrize("contents", [with_empty_spans(), {"t": random_entry(*EMPTY)}], ids=["some", "all"])
+def test_shared_tensors_without_bytes_are_ready(contents: Contents) -> None:
+    with headrace.stream(MemorySource(serialize(contents)), device="shared-cpu", memory_limit=0) as tensors:
+        found = {name: bytes_of(tensor) for name, tensor in tensors}
+        assert found == {name: entry.data for name, entry in contents.items()}
+        assert all(tensors.shared[name].ready for name in contents)
+
+
+def load_shared(_rank: int, path: Path) -> dict[str, bytes]:
+    """Load to shared memory with all ranks."""
+    return {
+        name: bytes_of(tensor) for name, tensor in headrace.load(path, device="shared-cpu", group=True, memory_limit=0).items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contents", [with_empty_spans(), {"t": random_entry(*EMPTY)}], ids=["some", "all"])
+def test_shared_tensors_without_bytes_come_to_every_rank(contents: Contents, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.safetensors", contents)
+    assert values(run_ranks(3, load_shared, path)) == [{name: entry.data for name, entry in contents.items()}] * 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("after", range(4))
+def test_a_device_that_cannot_make_another_event_keeps_none(after: int) -> None:
+    contents = {f"t{i}": random_entry("U8", (300 * KIB,), seed=i) for i in range(4)}
+    with simulated_gpu() as gpu:
+        gpu.runtime.fail("cudaEventCreateWithFlags", after=after, code=719)
+        with pytest.raises(DeviceError):
+            headrace.load(MemorySource(serialize(contents)), device=gpu.device, memory_limit=0, concurrency=3)
+        assert gpu.runtime.live().events == 0
