@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from harness import checkpoints, device_report
-from harness.device_cases import CASES, QUICK_SETS, DeviceCase
+from harness.device_cases import CASES, ON_REQUEST, QUICK_SETS, DeviceCase
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CACHE = _ROOT / ".cache"
@@ -27,7 +27,11 @@ def main() -> int:
     if not wanted.simulated and (reason := _gpu_is_missing()):
         print(f"{reason}: nothing was measured on a GPU; --simulated counts copies on a simulated one")
         return 0
-    names = {QUICK_SETS[case.checkpoint] if wanted.quick else case.checkpoint for case in CASES}
+    cases = [case for case in (*CASES, *ON_REQUEST) if case.name in wanted.cases.split(",")]
+    if not cases:
+        print(f"no case is called {wanted.cases}", file=sys.stderr)
+        return 2
+    names = {QUICK_SETS[case.checkpoint] if wanted.quick else case.checkpoint for case in cases}
     checkpoints.ensure(wanted.data, sorted(names))
     data: dict[str, Any] = {
         "name": "device",
@@ -39,7 +43,7 @@ def main() -> int:
     }
     with TemporaryDirectory() as source:
         shutil.copytree(_ROOT / "src", source, dirs_exist_ok=True)  # one run measures one state of it
-        for case in CASES:
+        for case in cases:
             found = _measure(case, wanted, Path(source))
             data["device"] = found.pop("device", data.get("device", ""))
             data["cases"][case.name] = {"title": case.title, **found}
@@ -88,6 +92,12 @@ def _gpu_is_missing() -> str | None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench device", description=__doc__)
     parser.add_argument("--simulated", action="store_true", help="on a simulated GPU: the use of its bus and copies, no speed")
+    parser.add_argument(
+        "--cases",
+        default=",".join(case.name for case in CASES),
+        metavar="NAMES",
+        help=f"which of {', '.join(case.name for case in (*CASES, *ON_REQUEST))} (%(default)s)",
+    )
     parser.add_argument("--rounds", type=int, help="measurements of each way (5; simulated 3, with --quick 2)")
     parser.add_argument(
         "--data", type=Path, default=_CACHE / "bench", metavar="DIR", help="where the checkpoints are, or will be"

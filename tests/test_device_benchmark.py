@@ -51,11 +51,13 @@ def test_a_simulated_run_counts_and_calls_nothing_a_speed(tmp_path: Path) -> Non
 
 
 def test_goals_of_a_gpu_and_of_a_simulated_one_are_told_apart() -> None:
-    from harness.device_cases import CASES, DeviceGoal
+    from harness.device_cases import CASES, ON_REQUEST, DeviceGoal
+    from harness.device_child import _WAYS
     from harness.device_report import verdict
 
-    names = {case.name: {way.name for way in case.ways} for case in CASES}
-    for case in CASES:
+    assert {way.call for case in (*CASES, *ON_REQUEST) for way in case.ways} == set(_WAYS)
+    names = {case.name: {way.name for way in case.ways} for case in (*CASES, *ON_REQUEST)}
+    for case in (*CASES, *ON_REQUEST):
         for goal in case.goals:
             assert {goal.way, *([goal.against] if goal.against else [])} <= names[case.name]
             assert (goal.metric == "speed") != goal.simulated

@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], type[DeviceError]]] = {
     "FreeHost": (lambda library: library.free_host(4096), DeviceError),
     "Malloc": (lambda library: library.allocate_device(4096), DeviceMemoryError),
     "MemGetInfo": (lambda library: library.memory_info(), DeviceError),
-    "MemcpyAsync": (lambda library: library.copy_to_device(4096, 4096, 1, 0), DeviceError),
+    "MemcpyAsync": (lambda library: library.copy_to_device(4096, 4096, 1, 0, pinned=True), DeviceError),
     "EventCreateWithFlags": (lambda library: library.new_event(), DeviceError),
     "EventRecord": (lambda library: library.record(0, 0), DeviceError),
     "EventQuery": (lambda library: library.is_done(0), DeviceError),
@@ -140,6 +140,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.leaky_ok("the driver opens its files once in a process")
 def test_a_load_to_the_gpu_brings_the_bytes_of_a_load_to_the_host(tmp_path: Path) -> None:
     from checkpoints import mixed_contents, write, wrong
 

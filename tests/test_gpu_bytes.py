@@ -22,6 +22,7 @@ def test_every_mode_brings_the_bytes_of_the_file(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.gpu
+@pytest.mark.leaky_ok("the driver opens its files once in a process")
 def test_every_mode_brings_the_bytes_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     runtime = importlib.import_module("_gpu_runtime").real()

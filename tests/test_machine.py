@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace._machine import available_cpus, available_memory
+from headrace._machine import available_cpus, available_memory, gpu_bus_rate
 
 GIB = 1 << 30
 KIB = 1 << 10
@@ -223,3 +223,42 @@ def test_this_machine_has_cpus_and_memory() -> None:
     assert 1 <= available_cpus() <= OWN_CPUS
     memory = available_memory()
     assert memory is None or memory > 0
+
+
+# ---- the bus
+
+
+def slot(
+    address: str, *, kind: str = "0x030200", vendor: str = "0x10de", speed: str = "32.0 GT/s PCIe", lanes: int = 16
+) -> dict[str, str | int]:
+    folder = f"sys/bus/pci/devices/{address}"
+    return {
+        f"{folder}/class": kind,
+        f"{folder}/vendor": vendor,
+        f"{folder}/max_link_speed": speed,
+        f"{folder}/current_link_width": lanes,
+    }
+
+
+def test_the_slowest_slot_of_a_gpu_counts(tmp_path: Path) -> None:
+    lay_out(tmp_path, slot("0000:01:00.0") | slot("0000:02:00.0", vendor="0x1002", kind="0x038000", speed="8.0 GT/s PCIe"))
+    assert gpu_bus_rate(tmp_path) == pytest.approx(15.75e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        slot("0000:03:00.0", kind="0x020000", speed="2.5 GT/s PCIe", lanes=1),
+        slot("0000:03:00.0", vendor="0x1a03", speed="2.5 GT/s PCIe", lanes=1),
+        slot("0000:03:00.0", speed="Unknown", lanes=16),
+        slot("0000:03:00.0", lanes=0),
+    ],
+    ids=["a network card", "the console's graphics", "unknown speed", "no link"],
+)
+def test_what_is_no_gpu_or_has_no_known_link_does_not(tmp_path: Path, other: dict[str, str | int]) -> None:
+    lay_out(tmp_path, slot("0000:01:00.0") | other)
+    assert gpu_bus_rate(tmp_path) == pytest.approx(63.0e9, rel=0.01)
+
+
+def test_a_machine_that_does_not_tell_has_no_bus_rate(tmp_path: Path) -> None:
+    assert gpu_bus_rate(tmp_path) is None

@@ -206,13 +206,24 @@ def test_casts_have_the_bits_of_to(lazy: Gpu, source: str, target: str, cast_at:
         assert bytes_of(loaded[name].view(torch.uint8)) == bytes_of(value_of(entry).to(kind).view(torch.uint8)), name
 
 
-def test_narrowing_casts_send_half_the_bytes_and_widening_ones_send_what_is_in_the_file(lazy: Gpu) -> None:
+NARROW, WIDE = 12e9, 60e9  # bytes per second of a bus
+
+
+@pytest.mark.parametrize(
+    ("cast_at", "bus", "narrowed"),
+    [("auto", NARROW, 2), ("auto", WIDE, 1), ("auto", None, 1), ("host", WIDE, 2), ("device", NARROW, 1)],
+)
+def test_narrowing_casts_send_half_the_bytes_where_the_bus_is_narrow_and_others_what_is_in_the_file(
+    lazy: Gpu, monkeypatch: pytest.MonkeyPatch, cast_at: str, bus: float | None, narrowed: int
+) -> None:
+    monkeypatch.setattr("headrace._limits._bus_rate", lambda: bus)
     contents = random_contents(*[MIB] * 4, 9 * MIB, dtype="F32")
     total = sum(len(entry.data) for entry in contents.values())
-    for dtype, expected in (("BF16", total // 2), ("F64", total), ("F32", total)):
+    widened = total if cast_at != "host" else 2 * total
+    for dtype, expected in (("BF16", total // narrowed), ("F64", widened), ("F32", total)):
         before = lazy.runtime.stats()
         with headrace.stream(
-            WatchedSource(serialize(contents)), device=lazy.device, dtype=dtype, memory_limit=8 * MIB
+            WatchedSource(serialize(contents)), device=lazy.device, dtype=dtype, memory_limit=8 * MIB, cast_at=cast_at
         ) as tensors:
             for name, tensor in tensors:
                 kind = getattr(torch, str(DTYPES[dtype].torch))
@@ -817,9 +828,13 @@ def test_one_allocation_that_fails_changes_no_byte(gpu: Gpu, after: int) -> None
 # ---- what a plan and the names say
 
 
-def test_the_plan_states_route_staging_and_casts(lazy: Gpu) -> None:
+def test_the_plan_states_route_staging_and_casts(lazy: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace._limits._bus_rate", lambda: NARROW)
     contents = {"a": random_entry("F32", (1000,)), "b": random_entry("BF16", (1000,))}
-    text = str(headrace.plan(WatchedSource(serialize(contents)), device=lazy.device, dtype={"a": "BF16", "b": "F32"}))
+    source, dtype = WatchedSource(serialize(contents)), {"a": "BF16", "b": "F32"}
+    text = str(headrace.plan(source, device=lazy.device, dtype=dtype))
+    monkeypatch.setattr("headrace._limits._bus_rate", lambda: WIDE)
+    assert "fewer bytes" not in str(headrace.plan(source, device=lazy.device, dtype=dtype))
     assert "staged" in text
     assert "simulated:0" in text
     assert "page-locked" in text

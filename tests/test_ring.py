@@ -44,12 +44,12 @@ def fill(slot: Slot, byte: int) -> memoryview:
     return slot.view
 
 
-def copy_to(gpu: Gpu, target: DeviceBuffer) -> Callable[[int, memoryview], None]:
+def copy_to(gpu: Gpu, target: DeviceBuffer) -> Callable[[int, memoryview, bool], None]:
     """What queues the copy of a slot to the i-th place of a buffer."""
 
-    def issue(i: int, data: memoryview) -> None:
+    def issue(i: int, data: memoryview, pinned: bool) -> None:
         source = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        gpu.device.copy_async(target.address + i * data.nbytes, source, data.nbytes)
+        gpu.device.copy_async(target.address + i * data.nbytes, source, data.nbytes, pinned=pinned)
 
     return issue
 

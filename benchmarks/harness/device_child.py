@@ -22,7 +22,7 @@ import torch
 import headrace
 from harness import pagecache
 from harness.checkpoints import read_entries
-from harness.device_cases import CASES, DeviceWay
+from harness.device_cases import CASES, ON_REQUEST, DeviceWay
 
 _CHUNK_NBYTES = 16 << 20  # as headrace's
 _SOURCE_NBYTES = 256 << 20  # memory that bare copies come from, again and again
@@ -117,7 +117,78 @@ def converting(bench: Bench, *, non_blocking: bool = False) -> Iterator[Go]:
     yield go
 
 
-_WAYS = {"bare": bare, "ours": ours, "held": held, "converting": converting}
+@contextmanager
+def tuned(bench: Bench, *, chunk_nbytes: int, concurrency: int) -> Iterator[Go]:
+    """`stream` with slots of another length than it chooses for cached files."""
+    from headrace import _limits
+
+    chosen, _limits.STAGED_CACHED_CHUNK_NBYTES = _limits.STAGED_CACHED_CHUNK_NBYTES, chunk_nbytes
+    try:
+        yield lambda: _streamed(bench, bench.files, pin="require", concurrency=concurrency)
+    finally:
+        _limits.STAGED_CACHED_CHUNK_NBYTES = chosen
+
+
+@contextmanager
+def peer(bench: Bench, *, library: str) -> Iterator[Go]:
+    """The same files through another library, its tensors on the device and dropped at once."""
+    load = {
+        "safetensors": _safetensors,
+        "runai": _runai,
+        "fastsafetensors": _fastsafetensors,
+        "instanttensor": _instanttensor,
+    }[library]
+
+    def go() -> dict[str, Any]:
+        count = load(bench.files, bench.device.name)
+        torch.cuda.synchronize()  # noqa: TID251
+        return {"sent": None, "copies": count, "pinned": None}
+
+    yield go
+
+
+def _safetensors(files: list[str], device: str) -> int:
+    from safetensors import safe_open
+
+    count = 0
+    for file in files:
+        with safe_open(file, framework="pt", device=device) as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                opened.get_tensor(name)
+                count += 1
+    return count
+
+
+def _runai(files: list[str], device: str) -> int:
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files, device=device)
+        return sum(1 for _ in streamer.get_tensors())
+
+
+def _fastsafetensors(files: list[str], device: str) -> int:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    loader = SafeTensorsFileLoader(SingleGroup(), device, nogds=True)
+    loader.add_filenames({0: files})
+    buffers = loader.copy_files_to_device()
+    names = list(buffers.key_to_rank_lidx)
+    for name in names:
+        buffers.get_tensor(name)
+    buffers.close()
+    loader.close()
+    return len(names)
+
+
+def _instanttensor(files: list[str], device: str) -> int:
+    from instanttensor import safe_open
+
+    with safe_open(files, framework="pt", device=device) as opened:
+        return sum(1 for _ in opened.tensors())
+
+
+_WAYS = {"bare": bare, "ours": ours, "held": held, "converting": converting, "tuned": tuned, "peer": peer}
 
 
 def sample(bench: Bench, go: Go) -> dict[str, Any]:
@@ -147,7 +218,7 @@ def measure(bench: Bench, ways: tuple[DeviceWay, ...], rounds: int) -> dict[str,
             try:
                 with _WAYS[way.call](bench, **way.arguments) as go:
                     taken = sample(bench, go)
-            except (headrace.HeadraceError, RuntimeError) as exc:
+            except (headrace.HeadraceError, RuntimeError, ImportError) as exc:
                 record["skipped"] = str(exc)
                 continue
             if turn >= 0:
@@ -180,7 +251,7 @@ def opened(*, simulated: bool) -> Iterator[tuple[Any, Any, str]]:
 def main() -> None:
     """Carry out the job in the first argument."""
     job = json.loads(sys.argv[1])
-    case = next(case for case in CASES if case.name == job["case"])
+    case = next(case for case in (*CASES, *ON_REQUEST) if case.name == job["case"])
     files = job["files"]
     pagecache.fill(files)
     entries = [entry for file in files for entry in read_entries(file)]

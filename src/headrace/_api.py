@@ -19,8 +19,19 @@ from headrace._bar import open_bar
 from headrace._checkpoint import Checkpoint, open_files, read_header_text
 from headrace._held import Held
 from headrace._hold import hold_checkpoint
+from headrace._indexed import with_shards
 from headrace._interpreter import gc_paused
-from headrace._location import Location, Verify, is_remote_url, load_manifest, local_path, open_location, open_place
+from headrace._location import (
+    Location,
+    Verify,
+    is_remote_url,
+    load_manifest,
+    local_path,
+    note_verified,
+    open_location,
+    open_place,
+    verification_for,
+)
 from headrace._manifest import MANIFEST_NAME
 from headrace._metadata import Metadata, write_metadata
 from headrace._options import Demand, Options, resolve
@@ -146,6 +157,7 @@ def open_sharded(
     *,
     rank: int,
     pattern: str = PATTERN,
+    verify: Verify = None,
     metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
@@ -157,6 +169,7 @@ def open_sharded(
         url: the folder, as for `open`.
         rank: whose part.
         pattern: what the files are called; has {rank} and {part}.
+        verify: as for `open`.
         metadata: as for `open`; of all ranks or of this one.
         credentials, options: as for `open`.
 
@@ -174,10 +187,15 @@ def open_sharded(
     folder, only = open_place(url, resolved, credentials)
     if only is not None:
         raise OptionError(f"{folder.url}/{only}: a checkpoint divided among ranks is a folder, and this is a file", option="url")
+    verification = verification_for(verify, resolved, credentials)
+    if verification is not None:
+        folder = verification.folder(folder)
     known = Metadata(local_path(metadata)) if metadata is not None else None
     names = files_of_rank(folder.names() if known is None else known.names, rank=rank, pattern=pattern, url=folder.url)
     openers = [lambda name=name: folder.open(name) for name in names]
-    return open_files(openers, folder.url, resolved, remote=is_remote_url(url), metadata=known)
+    checkpoint = open_files(openers, folder.url, resolved, remote=is_remote_url(url), metadata=known)
+    note_verified(checkpoint, verification)
+    return checkpoint
 
 
 def plan(
@@ -448,7 +466,7 @@ def pull(
     """Copy files from any source to a local folder, /dev/shm for example: in parallel, resumable, each file whole or not there.
 
     Args:
-        url: a folder, or one file, as for `open`.
+        url: a folder, or one file, as for `open`; an index stands for itself and the shards that it names.
         dst: the folder to fill; made where it does not exist. Two pulls to one folder do the work once.
         include, exclude: patterns of paths below `url`; None: everything, and nothing.
         move: remove the files from a local source, after every byte was compared.
@@ -467,7 +485,7 @@ def pull(
         >>> headrace.pull("s3://bucket/minilm", "/dev/shm/minilm", exclude="*.bin")
     """
     resolved = _resolved(url, options, overrides)
-    folder, only = open_place(url, resolved, credentials)
+    folder, only = with_shards(*open_place(url, resolved, credentials))
     return pull_folder(
         folder,
         local_path(dst),
@@ -516,7 +534,7 @@ def verify(
         True
     """
     resolved = _resolved(url, options, overrides)
-    place, only = open_place(url, resolved, credentials)
+    place, only = with_shards(*open_place(url, resolved, credentials))
     if (write or out is not None) and manifest is not None:
         raise OptionError("write makes a manifest, so none can be given; leave one of the two out", option="manifest")
     return verify_folder(
@@ -637,7 +655,7 @@ def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] 
         return path / MANIFEST_NAME if path.is_dir() else path
     if "://" in place.url:
         raise OptionError(f"a manifest is never written into a store; give out=PATH for the one of {place.url}", option="out")
-    if only is not None:
+    if only is not None or hasattr(place, "index"):
         raise OptionError("a folder's manifest is of all its files; verify the folder, or give out=PATH", option="out")
     return Path(place.url, MANIFEST_NAME)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from headrace._machine import available_cpus, available_memory
+from headrace._machine import available_cpus, available_memory, gpu_bus_rate
 from headrace._options import Options
 from headrace._plan import (
     CHUNK_NBYTES,
@@ -14,6 +14,7 @@ from headrace._plan import (
     MIB,
     PAGE,
     SLOT_SLACK_NBYTES,
+    STAGED_CACHED_CHUNK_NBYTES,
     STAGED_CHUNK_NBYTES,
     Limits,
     NodeLimits,
@@ -28,7 +29,9 @@ _NETWORK_CONCURRENCY = 16
 _MOST_STAGED = 512 * MIB  # page-locked memory is taken from everybody
 _LEAST_SLOT = MIB
 _IN_FLIGHT = 3  # slots on their way to the device while every reader fills one
-_LEAST_AHEAD_ON_DEVICE, _MOST_AHEAD_ON_DEVICE = 256 * MIB, 1024 * MIB
+_LEAST_AHEAD_ON_DEVICE, _MOST_AHEAD_ON_DEVICE = 512 * MIB, 1024 * MIB
+
+_NARROW_BUS = 16e9  # bytes per second: 16 lanes of PCIe 3, or 8 of PCIe 4
 
 _MOST_AHEAD = 512 * MIB
 _LEAST_AHEAD = 64 * MIB
@@ -102,20 +105,44 @@ def resolve_staging(options: Options, abilities: Sequence[SourceAbilities], *, l
     given = options.memory_limit if options.memory_limit is not None and options.memory_limit >= 0 else None
     total = _MOST_STAGED if given is None else given
     most = total // ranks
-    longest = NETWORK_CHUNK_NBYTES if any(ability.kind == "network" for ability in abilities) else STAGED_CHUNK_NBYTES
-    longest = max(longest, *(ability.block_nbytes for ability in abilities), 0)
+    longest = max(_longest_staged(abilities), *(ability.block_nbytes for ability in abilities), 0)
     chunk = max(_LEAST_SLOT, min(longest, most // 8 // PAGE * PAGE))
     chunk = min(chunk, max(64 * KIB, -(-nbytes // PAGE) * PAGE))
-    concurrency = options.concurrency or _automatic_concurrency(abilities)
+    concurrency = options.concurrency or _staging_concurrency(abilities)
     readers = max(1, concurrency // ranks)
     slot_nbytes = chunk + SLOT_SLACK_NBYTES
     slots = max(2, min(readers + _IN_FLIGHT, most // slot_nbytes))
     ahead = given
     if ahead is None:
         ahead = max(_LEAST_AHEAD_ON_DEVICE, min(_MOST_AHEAD_ON_DEVICE, sum(largest) + MIB))
-    staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", options.cast_at or "auto")
+    staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", cast_place(options))
     node = NodeLimits(ranks, concurrency, total) if ranks > 1 else None
     return Limits(min(readers, slots - 1), slots * slot_nbytes, staging, node)
+
+
+def cast_place(options: Options) -> str:
+    """Where conversions of a load to a device run: 'host', 'device', or 'bus', which is decided by the bytes that cross it.
+
+    A device converts at its memory's speed, so that bus or reading is what is waited for. CPUs that read 40 GB/s convert no more
+    than 10 to 20 (docs/gpu.md): they are worth asking only where the bus is slower than that.
+    """
+    if options.cast_at in ("host", "device"):
+        return options.cast_at
+    rate = _bus_rate()
+    return "bus" if rate is not None and rate < _NARROW_BUS else "device"
+
+
+def _longest_staged(abilities: Sequence[SourceAbilities]) -> int:
+    """Bytes of a slot. Cached bytes are written to the ring and read from there at once: it should stay in the CPUs' cache."""
+    if any(ability.kind == "network" for ability in abilities):
+        return NETWORK_CHUNK_NBYTES
+    return STAGED_CHUNK_NBYTES if any(ability.cached is False for ability in abilities) else STAGED_CACHED_CHUNK_NBYTES
+
+
+def _staging_concurrency(abilities: Sequence[SourceAbilities]) -> int:
+    """A bus takes what 16 readers copy out of the page cache (docs/gpu.md); the caller only hands out."""
+    found = _automatic_concurrency(abilities)
+    return found if found >= 16 else min(16, max(found, _cpus()))
 
 
 def _automatic_limit(abilities: Sequence[SourceAbilities], largest: Sequence[int]) -> int:
@@ -139,6 +166,11 @@ def _automatic_concurrency(abilities: Sequence[SourceAbilities]) -> int:
         return _NETWORK_CONCURRENCY
     cpus = _cpus()
     return min(16, max(8, cpus)) if any(ability.cached is False for ability in abilities) else min(8, max(2, cpus))
+
+
+@lru_cache(maxsize=1)
+def _bus_rate() -> float | None:
+    return gpu_bus_rate()
 
 
 @lru_cache(maxsize=1)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 _V1_UNLIMITED = 1 << 60  # cgroup v1 writes 'no limit' as the largest page-rounded int64
 _ROOT = Path("/")
+_ACCELERATORS = (0x03, 0x12)  # PCI classes: display controllers, processing accelerators
+_GPU_VENDORS = (0x10DE, 0x1002)  # NVIDIA, AMD
 
 
 def available_cpus(root: Path = _ROOT) -> int:
@@ -28,6 +30,25 @@ def available_memory(root: Path = _ROOT) -> int | None:
     """
     known = [room for room in (_host_available(root), *_cgroup_room(root)) if room is not None]
     return min(known) if known else None
+
+
+def gpu_bus_rate(root: Path = _ROOT) -> float | None:
+    """Bytes per second, in each direction, of the slowest slot that a GPU of this machine sits in; None where nobody tells.
+
+    What the slot and the card agreed on in lanes, at the best speed of both: idle links run slower until they are used.
+    """
+    rates = []
+    for card in sorted((root / "sys/bus/pci/devices").glob("*")):
+        kind, vendor = (int("".join(_lines(card / name)) or "0", 16) for name in ("class", "vendor"))
+        if kind >> 16 not in _ACCELERATORS or vendor not in _GPU_VENDORS:
+            continue
+        speed = "".join(_lines(card / "max_link_speed")).split(" ")[0]  # "16.0 GT/s PCIe"
+        lanes = _number(card / "current_link_width")
+        try:
+            rates.append(float(speed) * 1e9 * (lanes or 0) * 128 / 130 / 8)  # 128b/130b coding from PCIe 3 on
+        except ValueError:
+            continue
+    return min(filter(None, rates), default=None)
 
 
 def _host_available(root: Path) -> int | None:

@@ -24,7 +24,8 @@ KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
 LARGE_NBYTES = 32 * MIB  # what is read into place of this length or more leaves the cache anyway: chunks are twice as long
 CHUNK_NBYTES = 4 * MIB  # page cache: three of them fit the L3 cache, 35 GB/s where 16 MiB reach 24 (docs/design.md, 3.3)
-STAGED_CHUNK_NBYTES = 16 * MIB  # to a device: one copy is near the bus's peak from 4 MiB on (docs/device.md)
+STAGED_CHUNK_NBYTES = 16 * MIB  # to a device: one copy is near the bus's peak from 4 MiB on (docs/gpu.md)
+STAGED_CACHED_CHUNK_NBYTES = 8 * MIB  # out of the page cache: a ring that fits the L3 cache fills faster
 STAGED_SPAN_NBYTES = 64 * MIB  # device memory that tensors may share
 SLOT_SLACK_NBYTES = 128 * KIB  # beside a chunk: the rest of its first and last block, or a tail that is not worth a copy
 ALIGNED_NBYTES, ALIGNMENT = 4 * KIB, 16  # device tensors from this size on begin at multiples of 16: vector loads need it
@@ -71,14 +72,14 @@ class Staging:
         slots, slot_nbytes: the ring of host memory that all bytes pass through.
         ahead_nbytes: device memory of spans that the caller has not been given yet; one span is always granted.
         pin: whether the ring is page-locked: 'off', 'auto' or 'require'.
-        cast_at: where dtypes are converted: 'auto', 'host' or 'device'.
+        cast_at: where dtypes are converted: 'host', 'device', or 'bus': on the host if that sends fewer bytes.
     """
 
     slots: int
     slot_nbytes: int
     ahead_nbytes: int
     pin: str = "auto"
-    cast_at: str = "auto"
+    cast_at: str = "device"
 
     @property
     def chunk_nbytes(self) -> int:
@@ -318,7 +319,7 @@ def _cast_places(plan: Plan) -> Iterator[tuple[int, str]]:
         less = "; fewer bytes cross the bus" if plan.limits.staging is not None else ""
         yield casts - on_device, f"in the reader threads while the bytes are hot in cache{less}"
     if on_device:
-        yield on_device, "on the device, a run of neighbours at a time"
+        yield on_device, "on the device, a run of neighbours at a time; the CPUs only read"
 
 
 def _bound(plan: Plan) -> int:

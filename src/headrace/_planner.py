@@ -163,9 +163,10 @@ def _staged_from(ability: SourceAbilities, device: str) -> tuple[str, str]:
 def cast_on_device(source: str, target: str, cast_at: str) -> bool:
     """Whether a conversion runs on the device rather than in the slot on the host.
 
-    A narrowing one runs on the host: fewer bytes cross the bus then. All others send what is in the file.
+    Where the bus is the narrow place ("bus"), a narrowing one runs on the host: fewer bytes cross it then. All others send what
+    is in the file.
     """
-    if cast_at == "auto":
+    if cast_at == "bus":
         return DTYPES[target].itemsize >= DTYPES[source].itemsize
     return cast_at == "device"
 

@@ -19,7 +19,7 @@ from headrace._header import TensorInfo
 from headrace._held import Held, Loan
 from headrace._integrity import LearnedBlocks, VerifiedSource
 from headrace._interpreter import gc_paused, switching_fast
-from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, resolve_limits, resolve_staging
+from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, cast_place, resolve_limits, resolve_staging
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, Plan, SourceAbilities
 from headrace._planner import cast_on_device, make_plan
@@ -410,7 +410,7 @@ class Request:
         shard = self.checkpoint.where[name][0]
         if shard in self.in_place_shards and destination.dtype != source:
             return False
-        converts_there = destination.dtype != source and cast_on_device(source, destination.dtype, self.options.cast_at or "auto")
+        converts_there = destination.dtype != source and cast_on_device(source, destination.dtype, cast_place(self.options))
         return destination.address is not None and not converts_there
 
     def _landing(

@@ -32,6 +32,8 @@ from headrace.errors import DeviceError, PinningError, StreamError
 
 _T = TypeVar("_T")
 
+Issue = Callable[[_T, memoryview, bool], None]  # what, bytes, whether they are page-locked
+
 SEGMENT_NBYTES = 256 << 20  # some drivers refuse more at once, or take very long
 _THREADS = 4
 _MADV_DONTFORK = 10
@@ -167,8 +169,8 @@ class Ring:
             self.pinned = slot.pinned and self.pinned is None
         return data
 
-    def send(self, slot: Slot, issue: Callable[[_T, memoryview], None], what: _T, data: memoryview) -> None:
-        """Queue the copies out of a slot, by `issue(what, data)`. It is taken again when they are done.
+    def send(self, slot: Slot, issue: Issue[_T], what: _T, data: memoryview) -> None:
+        """Queue the copies out of a slot, by `issue(what, data, slot.pinned)`. It is taken again when they are done.
 
         Raises:
             StreamError: the ring was closed meanwhile.
@@ -177,18 +179,18 @@ class Ring:
             self._check_open()
             self._flying.append(slot)  # before anything is queued: whatever fails now, closing waits
             try:
-                issue(what, data)  # with arguments: a closure would keep the memory as long as an error's traceback
+                issue(what, data, slot.pinned)  # no closure: it would keep the memory as long as an error's traceback
                 self._device.record(slot.event)
             except BaseException:
                 self._memory.untracked = True  # a copy may be under way that no event tells of
                 raise
 
-    def send_outside(self, issue: Callable[[_T, memoryview], None], what: _T, data: memoryview) -> None:
+    def send_outside(self, issue: Issue[_T], what: _T, data: memoryview) -> None:
         """Queue copies out of page-locked memory that is not the ring's; closing the ring waits for them."""
         with self._lock:
             self._check_open()
             self._memory.outside = True
-            issue(what, data)
+            issue(what, data, True)
 
     def put_back(self, slot: Slot) -> None:
         """Give a slot back that nothing was copied out of."""

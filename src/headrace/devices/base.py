@@ -151,8 +151,12 @@ class Device(Protocol):
     def free_nbytes(self) -> int:
         """Bytes that can still be allocated."""
 
-    def copy_async(self, target: int, source: int, nbytes: int) -> None:
-        """Queue a copy from host memory. Page-locked memory must stay as it is until an event that is recorded later is done."""
+    def copy_async(self, target: int, source: int, nbytes: int, *, pinned: bool = True) -> None:
+        """Queue a copy from host memory. Page-locked memory must stay as it is until an event that is recorded later is done.
+
+        Args:
+            pinned: whether the memory is page-locked. From other memory the call may last as long as the copy.
+        """
 
     def move_async(self, target: int, source: int, nbytes: int) -> None:
         """Queue a copy within the device."""

@@ -128,8 +128,8 @@ class CudaDevice:
     def free_nbytes(self) -> int:
         return self.allocator.free_nbytes()
 
-    def copy_async(self, target: int, source: int, nbytes: int) -> None:
-        self.runtime.copy_to_device(target, source, nbytes, self.copy_stream)
+    def copy_async(self, target: int, source: int, nbytes: int, *, pinned: bool = True) -> None:
+        self.runtime.copy_to_device(target, source, nbytes, self.copy_stream, pinned=pinned)
 
     def move_async(self, target: int, source: int, nbytes: int) -> None:
         self.runtime.copy_on_device(target, source, nbytes, self.copy_stream)

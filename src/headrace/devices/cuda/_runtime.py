@@ -2,7 +2,10 @@
 
 It has to be the library that torch itself has mapped: a failed call leaves an error behind, per thread and per copy of the
 library, which the next unrelated call of torch's would raise; `torch.cuda` has no way to take it back (facts: cudart(),
-torch 2.13). So every failure takes the error back before it becomes an exception. ctypes lets go of the GIL in each call.
+torch 2.13). So every failure takes the error back before it becomes an exception.
+
+Calls let go of the GIL, but for those that only queue or ask: they take a few microseconds, and a reader that let go of the GIL
+there, with the ring's lock in its hand, would have to queue for it behind all other readers.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "DeviceGetAttribute": (ctypes.POINTER(_int), _int, _int),
     "GetLastError": (),
 }
+_QUICK = ("MemcpyAsync", "EventRecord", "EventQuery", "GetLastError")
 _HIP_NAMES = {"HostAlloc": "HostMalloc", "FreeHost": "HostFree"}
 _LIBRARIES = (("libcudart", "cuda"), ("libamdhip64", "hip"))
 
@@ -77,9 +81,11 @@ class Runtime:
         self.path, self.prefix, self.device = path, prefix, device
         library = ctypes.CDLL(path)
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, prefix + (_HIP_NAMES.get(name, name) if prefix == "hip" else name))
-            function.argtypes, function.restype = arguments, _int
-            setattr(self, f"_{name}", function)
+            exported = prefix + (_HIP_NAMES.get(name, name) if prefix == "hip" else name)
+            setattr(self, f"_{name}", _function(library, exported, arguments))
+        keeps_gil = ctypes.PyDLL(path)
+        for name in _QUICK:
+            setattr(self, f"_Quick{name}", _function(keeps_gil, prefix + name, _SIGNATURES[name]))
         self._describe = getattr(library, f"{prefix}GetErrorString")
         self._describe.argtypes, self._describe.restype = (_int,), ctypes.c_char_p
 
@@ -110,9 +116,10 @@ class Runtime:
 
     # -- device memory
 
-    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue a copy from host memory."""
-        code = self._MemcpyAsync(target, source, nbytes, HOST_TO_DEVICE, stream)
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int, *, pinned: bool) -> None:
+        """Queue a copy from host memory. From memory that is not page-locked the call may last as long as the copy."""
+        call = self._QuickMemcpyAsync if pinned else self._MemcpyAsync
+        code = call(target, source, nbytes, HOST_TO_DEVICE, stream)
         if code:
             self._check(code, "MemcpyAsync", f"{nbytes:,} bytes to the device")
 
@@ -140,15 +147,15 @@ class Runtime:
 
     def record(self, event: int, stream: int) -> None:
         """The event is done when all that the stream was given so far is."""
-        code = self._EventRecord(event, stream)
+        code = self._QuickEventRecord(event, stream)
         if code:
             self._check(code, "EventRecord")
 
     def is_done(self, event: int) -> bool:
         """Whether an event is done."""
-        code = self._EventQuery(event)
+        code = self._QuickEventQuery(event)
         if code == NOT_READY:
-            self._GetLastError()  # no error on driver 580; torch takes one back here as well
+            self._QuickGetLastError()  # no error on driver 580; torch takes one back here as well
             return False
         self._check(code, "EventQuery")
         return True
@@ -211,6 +218,12 @@ class Runtime:
         text = (self._describe(code) or b"unknown error").decode(errors="replace")
         of = f" of {what}" if what else ""
         raise kind(f"{self.prefix}{call}{of} failed: {text} (error {code})", device=self.device)
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Any:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, _int
+    return function
 
 
 def cpus_of_node(node: int) -> Sequence[int]:
