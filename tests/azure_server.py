@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -54,6 +55,7 @@ class AzureServer(Server):
         faults, tls: as for `Server`.
 
     Attributes:
+        md5s: {(container, blob): the MD5 that is stored with it, in base64}.
         listings: (status, code) with which the next listings are answered instead.
         denied: (status, code) for those without credentials.
     """
@@ -78,6 +80,7 @@ class AzureServer(Server):
         self.account, self.key, self.tokens, self.public = account, key, set(tokens), set(public)
         self.listable, self.page, self.clock = listable, page, clock
         self.metadata, self.tiers = dict(metadata or {}), dict(tiers or {})
+        self.md5s: dict[tuple[str, str], str] = {}
         self.listings: list[tuple[int, str]] = []
         self.denied = (401, "NoAuthenticationInformation")
         files = {
@@ -123,6 +126,12 @@ class AzureServer(Server):
         if (container, key) in self.tiers:
             return error(409, self.tiers[container, key])
         return None
+
+    def _send_object(self, sock: Any, seen: Seen, data: bytes, do: str, options: dict[str, Any]) -> bool:
+        container, _, key = unquote(urlsplit(seen.target).path).removeprefix(f"/{self.account}/").partition("/")
+        # A range has the MD5 of its own bytes in this header, if any.
+        told = {"Content-MD5": self.md5s.get((container, key), "")} if seen.method == "HEAD" else {}
+        return super()._send_object(sock, seen, data, do, {**options, "headers": told | options.get("headers", {})})
 
     # ---- who asks
 

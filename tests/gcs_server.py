@@ -58,6 +58,7 @@ class GcsServer(Server):
         issued: tokens, in the order in which they were issued.
         refuses_tokens: whether token services refuse everybody.
         hangups: how many of the next requests to them are not answered.
+        hashes: {(bucket, key): {"crc32c" or "md5": in base64}} of what is stored, as it is told.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class GcsServer(Server):
         self.issued: list[str] = []
         self.refuses_tokens = False
         self.hangups = 0
+        self.hashes: dict[tuple[str, str], dict[str, str]] = {}
         self.bodies: dict[int, str] = {}
         self._valid: set[str] = set()
         self._private, self._payer, self._listable = private, payer, listable
@@ -193,6 +195,7 @@ class GcsServer(Server):
             "x-goog-stored-content-encoding": stored.encoding or "identity",
             "x-goog-stored-content-length": str(len(data)),
             "x-guploader-uploadid": f"upload-{seen.index}",
+            "x-goog-hash": ", ".join(f"{name}={value}" for name, value in self.hashes.get((bucket, key), {}).items()),
         }
         options = {"ignore_if_match": not self._checks_conditions, **options}
         if stored.encoding and seen.headers.get("accept-encoding") != "gzip":  # decompressed on the way

@@ -104,6 +104,7 @@ class Server:
         self._tls, self._check, self._headers = tls, check, dict(headers or {})
         self._etag, self._chunked, self._ranges = etag, chunked, ranges
         self._in_flight = 0
+        self._here = threading.local()  # what the thread of a connection answers
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -197,12 +198,13 @@ class Server:
         with self._lock:
             seen = Seen(len(self.seen), number, method, target, headers, start, end)
             self.seen.append(seen)
+        self._here.is_head = method == "HEAD"
         return seen
 
     def reply(self, sock: socket.socket, status: int, headers: Mapping[str, str], body: bytes = b"") -> bool:
         fields = {"Content-Length": str(len(body)), **self._headers, **headers}
         head = f"HTTP/1.1 {status} Some Reason\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value)
-        sock.sendall(head.encode("latin-1") + b"\r\n" + body)
+        sock.sendall(head.encode("latin-1") + b"\r\n" + (b"" if getattr(self._here, "is_head", False) else body))
         return True
 
     def answer(self, sock: socket.socket, seen: Seen) -> bool:

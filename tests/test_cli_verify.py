@@ -206,6 +206,44 @@ def test_one_file_is_checked_by_the_manifest_beside_it(written: Path) -> None:
     assert not headrace.verify(written / NAMES[2]).ok
 
 
+def doctored(folder: Path, name: str, **fields: Any) -> None:
+    """Change the manifest's entry of a file."""
+    path = folder / MANIFEST_NAME
+    found = json.loads(path.read_text())
+    found["files"][name] |= fields
+    path.write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("concurrency", [1, 16])
+def test_a_manifest_that_contradicts_itself_is_found(written: Path, concurrency: int) -> None:
+    doctored(written, BIG, sha256="0" * 64)
+    report = headrace.verify(written, concurrency=concurrency)
+    (file,) = report.failed
+    assert (file.name, file.status, file.blocks) == (BIG, "damaged", ())
+    assert "contradicts itself" in file.detail
+    result = run(written)
+    assert result.exit_code == 1
+
+
+def test_a_damaged_block_is_not_called_a_contradiction(written: Path) -> None:
+    flip(written / BIG, 17 * MIB)
+    (file,) = headrace.verify(written).failed
+    assert file.blocks == (2,)
+    assert "contradicts" not in file.detail
+
+
+def test_digests_of_one_block_that_differ_make_no_manifest(written: Path) -> None:
+    doctored(written, "config.json", sha256="0" * 64)
+    with pytest.raises(FormatError, match="contradicts itself"):
+        headrace.verify(written)
+
+
+def test_an_empty_file_has_the_digest_of_nothing(written: Path) -> None:
+    doctored(written, "sub/tokenizer.json", sha256="0" * 64)
+    with pytest.raises(FormatError, match="contradicts itself"):
+        headrace.verify(written)
+
+
 def test_nothing_to_check_against_is_an_option_error(model: Path) -> None:
     with pytest.raises(OptionError) as caught:
         headrace.verify(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -425,7 +425,7 @@ def test_a_plan_explains_itself_without_reading(request: Request) -> None:
     plan = request.plan()
     text = str(plan)
     assert f"{len(plan.tensors):,} tensors" in text
-    assert f"{len(plan.reads):,} requests" in text
+    assert f"{sum(not read.joined for read in plan.reads):,} requests" in text
     assert ("surplus" in text) == bool(plan.surplus_nbytes)
     for _, route, reason in plan.routes:
         assert f"{route}: {reason}" in text
@@ -730,3 +730,60 @@ def test_requests_to_a_store_are_equally_long_and_as_few_as_can_be(nbytes: int, 
     assert length <= longest + 1
     assert (count - 1) * longest < nbytes
     assert nbytes - (count - 1) * length > length - count - 1
+
+
+# ---- one request for several spans
+
+
+def alternating(count: int, *, large: int = MIB, small: int = 4 * KIB) -> list[tuple[str, str, list[int]]]:
+    """Large and small tensors in turn, as weights and norms lie in most files."""
+    return [(f"{i}", "U8", [small if i % 2 else large]) for i in range(count)]
+
+
+NETWORK = SourceAbilities("network", chunk_nbytes=8 * MIB, gap_nbytes=MIB)
+
+
+def test_neighbours_over_a_network_share_a_request_and_no_memory() -> None:
+    plan = request(alternating(80), abilities=[NETWORK], limits=Limits(4, 64 * MIB)).plan()
+    assert len(plan.spans) == len(plan.reads) == 80
+    assert plan.requests == 5  # eight tensors of 1 MiB each, and eight small ones
+    assert "5 requests" in str(plan)
+
+
+def test_requests_are_not_so_long_that_readers_have_none() -> None:
+    plan = request(alternating(80), abilities=[NETWORK], limits=Limits(16, 64 * MIB)).plan()
+    assert 16 <= plan.requests <= 20
+
+
+def test_requests_are_not_so_long_that_memory_has_no_room_for_one_of_each_reader() -> None:
+    plan = request(alternating(80), abilities=[NETWORK], limits=Limits(4, 10 * MIB)).plan()
+    assert 16 <= plan.requests <= 24  # of two tensors of 1 MiB
+
+
+@pytest.mark.parametrize(
+    "ability",
+    [SourceAbilities("file", cached=True), SourceAbilities("memory"), replace(NETWORK, block_nbytes=16 * MIB)],
+)
+def test_only_what_is_far_away_and_not_verified_in_blocks_is_joined(ability: SourceAbilities) -> None:
+    plan = request(alternating(8), abilities=[ability]).plan()
+    assert plan.requests == len(plan.reads)
+
+
+def test_what_lies_apart_in_the_file_is_not_joined() -> None:
+    plan = request(alternating(8), abilities=[NETWORK], chosen=[[0, 3, 6]]).plan()
+    assert plan.requests == len(plan.reads) == 3
+
+
+@given(requests())
+@settings(max_examples=60)
+def test_joined_reads_are_one_range_that_is_no_longer_than_a_request(request: Request) -> None:
+    plan = request.plan()
+    length = 0
+    for before, read in zip([None, *plan.reads], plan.reads, strict=False):
+        length = length + read.nbytes if read.joined else read.nbytes
+        if read.joined:
+            assert before is not None
+            assert (read.shard, read.offset) == (before.shard, before.offset + before.nbytes)
+            assert read.pieces == before.pieces == 1
+            assert length <= request.abilities[read.shard].chunk_nbytes * 9 / 8
+            assert request.abilities[read.shard].kind == "network"

@@ -161,7 +161,7 @@ def open_folder(
     """
     if metadata is not None:
         present, known = metadata.names, {name: metadata.text(name) for name in metadata.names if name.endswith(INDEX_SUFFIX)}
-    elif remote:
+    elif remote and options.concurrency != 1:
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-open") as pool:
             usual = pool.submit(_read_if_there, folder, index or f"model{INDEX_SUFFIX}")
             present, known = folder.names(), usual.result()
@@ -199,10 +199,11 @@ def _open(
 ) -> Checkpoint:
     sources: list[ByteSource] = []
     try:
-        _open_all(openers, sources, remote)
+        at_once = min(_OPENERS, max(1, options.concurrency // (options.local_ranks or 1)) if options.concurrency else _OPENERS)
+        _open_all(openers, sources, at_once if remote else 1)
         names = shards.names or [file_name(source.url) for source in sources]
         with gc_paused.held():
-            headers = _read_headers(sources, names, metadata)
+            headers = _read_headers(sources, names, metadata, at_once)
             rows = [
                 None if shards.allowed is None else _allowed_rows(header, name, shards.allowed[name])
                 for header, name in zip(headers, names, strict=True)
@@ -216,24 +217,24 @@ def _open(
         raise
 
 
-def _open_all(openers: Sequence[Callable[[], ByteSource]], sources: list[ByteSource], remote: bool) -> None:
+def _open_all(openers: Sequence[Callable[[], ByteSource]], sources: list[ByteSource], at_once: int) -> None:
     """Open all files, in one round where each is a round trip away. `sources` has what was opened, also after an error."""
-    if not remote or len(openers) < 2:
+    if at_once < 2 or len(openers) < 2:
         sources.extend(opener() for opener in openers)
         return
-    with ThreadPoolExecutor(max_workers=min(32, len(openers)), thread_name_prefix="headrace-open") as pool:
+    with ThreadPoolExecutor(max_workers=min(at_once, len(openers)), thread_name_prefix="headrace-open") as pool:
         futures = [pool.submit(opener) for opener in openers]
     sources.extend(future.result() for future in futures if future.exception() is None)
     for future in futures:
         future.result()  # raises what went wrong first
 
 
-def _read_headers(sources: Sequence[ByteSource], names: Sequence[str], metadata: Metadata | None) -> list[Header]:
+def _read_headers(sources: Sequence[ByteSource], names: Sequence[str], metadata: Metadata | None, at_once: int) -> list[Header]:
     """All headers in one round: over a network one round trip, and not one per shard. Parsing gains nothing by threads."""
-    if len(sources) < 2:
+    if at_once < 2 or len(sources) < 2:
         texts = [read_header_text(source) for source in sources]
     else:
-        with ThreadPoolExecutor(max_workers=min(32, len(sources)), thread_name_prefix="headrace-header") as pool:
+        with ThreadPoolExecutor(max_workers=min(at_once, len(sources)), thread_name_prefix="headrace-header") as pool:
             texts = list(pool.map(read_header_text, sources))
     for name, source, text in zip(names, sources, texts, strict=True):
         if metadata is not None:
@@ -360,7 +361,8 @@ def _check_numbered_sets(folder: Folder, names: Sequence[str]) -> None:
             )
 
 
-def _indexed_shards(folder: Folder, index: str, present: Sequence[str], text: bytes) -> _Shards:
+def _indexed_shards(folder: Folder, index: str, present: Sequence[str] | None, text: bytes) -> _Shards:
+    """What an index says; `present` None: not compared with what is there."""
     url = posixpath.join(folder.url, index)
     allowed: dict[str, set[str]] = {}
     for tensor, shard in _parse_weight_map(text, url).items():
@@ -369,13 +371,23 @@ def _indexed_shards(folder: Folder, index: str, present: Sequence[str], text: by
         allowed.setdefault(shard, set()).add(tensor)
     for shard in allowed:
         _check_shard_name(shard, url)
-    missing = sorted(shard for shard in allowed if "/" not in shard and shard not in present)
+    missing = sorted(shard for shard in allowed if present is not None and "/" not in shard and shard not in present)
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise SourceNotFoundError(
             f"{url} names {len(missing)} shard(s) that are not there: {shown}; an incomplete download? Fetch them again", url=url
         )
     return _Shards(sorted(allowed), allowed)
+
+
+def shards_of_index(folder: Folder, index: str) -> list[str]:
+    """The files that an index names, sorted.
+
+    Raises:
+        SourceNotFoundError: there is no such index.
+        FormatError: it is no index, or names what is no file inside of the folder.
+    """
+    return _indexed_shards(folder, index, None, _read_index(folder, index)).names
 
 
 def _read_if_there(folder: Folder, index: str) -> dict[str, bytes]:

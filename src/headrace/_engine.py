@@ -19,11 +19,11 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from headrace._filling import IN_PLACE, Hops
 from headrace._interpreter import gc_paused, switching_fast
-from headrace._landing import Landing
+from headrace._landing import JoiningFilling, Landing
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
 from headrace._trace import Tracer
@@ -101,7 +101,7 @@ class Engine:
         self.landing.start()
         if len(self.plan.reads) == 1 and self.landing.reads_on_caller:
             return  # a thread would take longer to start than the read
-        for i in range(min(self.plan.limits.concurrency, len(self.plan.reads))):
+        for i in range(min(self.plan.limits.concurrency, self.plan.requests)):
             thread = threading.Thread(target=self._reader, name=f"headrace-reader-{i}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -261,27 +261,40 @@ class Engine:
         filling = None
         try:
             filling = self.landing.filling()
-            while (read := self._next_ticket()) is not None:
-                hops = filling.fill(read)
-                if hops is not None:
-                    self.finish(read, hops)
+            joins = hasattr(filling, "fill_together")
+            while reads := self._next_ticket(joins=joins):
+                hops = cast("JoiningFilling", filling).fill_together(reads) if len(reads) > 1 else [filling.fill(reads[0])]
+                for read, way in zip(reads, hops, strict=True):
+                    if way is not None:
+                        self.finish(read, way)
         except BaseException as exc:  # noqa: BLE001 - handed to the caller's thread, which raises it
             self.fail(exc)
         finally:
             if filling is not None:
                 filling.close()  # the traceback of an error outlives this call, and this frame with it
 
-    def _next_ticket(self) -> Read | None:
+    def _next_ticket(self, *, joins: bool) -> list[Read]:
+        """The next read, with those that are joined to it and whose memory can be had now; none at the end."""
         with self._order:
             i = self._next_read
             if i >= len(self.plan.reads) or self._stopped or self._errors:
-                return None
+                return []
             read = self.plan.reads[i]
             span = self.plan.spans[read.span]
             if i == span.first_read and not self._provide_memory(read.span, span):
-                return None
-            self._next_read = i + 1
-            return read
+                return []
+            taken = [read]
+            while joins and self._has_room_for_joined(i + len(taken)):
+                taken.append(self.plan.reads[i + len(taken)])
+            self._next_read = i + len(taken)
+            return taken
+
+    def _has_room_for_joined(self, i: int) -> bool:
+        """Whether a read comes with the one before it. Nobody waits for its memory: what does not fit is a request of its own."""
+        if i >= len(self.plan.reads) or not (read := self.plan.reads[i]).joined:
+            return False
+        span = self.plan.spans[read.span]
+        return i > span.first_read or self.landing.provide(read.span, span)
 
     def _provide_memory(self, index: int, span: Span) -> bool:
         """Memory for a span, waiting for the caller if need be. False when the load was stopped meanwhile."""

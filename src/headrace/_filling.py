@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from headrace._addresses import move
@@ -16,7 +17,7 @@ from headrace._cast import copy_out
 from headrace._dtypes import DTYPES
 from headrace._plan import CHUNK_NBYTES, Plan, Read, Span
 from headrace._staging import PAGE, Lease, Region
-from headrace.sources.base import AlignedSource, ByteSource, aligned_source
+from headrace.sources.base import AlignedSource, ByteSource, aligned_source, read_into_each
 
 
 class SpanMemory(NamedTuple):
@@ -65,6 +66,25 @@ class Filler:
             self._out_of_slot(read, span, data, memory)
             return Hops(direct, read.nbytes)
         return self._fill_in_place(read, span, source, memory.views[0])
+
+    def fill_together(self, reads: Sequence[Read], memories: Sequence[SpanMemory]) -> list[Hops]:
+        """Carry out reads that go on in one file where the one before ends, by one request. Raises as `fill`."""
+        for read, memory in zip(reads, memories, strict=True):
+            if memory.lease is not None and memory.lease.fresh:
+                memory.lease.populate(read.position, read.position + landing_nbytes(read))
+        slotted = [read.copy is not None or len(memory.views) > 1 for read, memory in zip(reads, memories, strict=True)]
+        slot = self._room(sum(compress((read.nbytes for read in reads), slotted))) if any(slotted) else memoryview(b"")
+        views = []
+        for read, memory, by_slot in zip(reads, memories, slotted, strict=True):
+            if by_slot:
+                views.append(slot[: read.nbytes])
+                slot = slot[read.nbytes :]
+            else:
+                views.append(memory.views[0][read.position : read.position + read.nbytes])
+        read_into_each(self._sources[reads[0].shard], reads[0].offset, views)
+        for read, memory, view in compress(zip(reads, memories, views, strict=True), slotted):
+            self._out_of_slot(read, self._plan.spans[read.span], view, memory)
+        return [Hops(0, read.nbytes) if by_slot else IN_PLACE for read, by_slot in zip(reads, slotted, strict=True)]
 
     def _fill_in_place(self, read: Read, span: Span, source: ByteSource, view: memoryview) -> Hops:
         aligned = aligned_source(source)

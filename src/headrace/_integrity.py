@@ -19,7 +19,7 @@ import threading
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
@@ -60,17 +60,49 @@ class _Crc:
         return f"{self._value:0{self._digits}x}"
 
 
-def _of_crt(name: str, digits: int) -> Hasher:
-    """A checksum for which Python has nothing quick, by the AWS runtime. Raises ImportError where that is not installed."""
-    return _Crc(getattr(importlib.import_module("awscrt.checksums"), name), digits)
+_PIECE_NBYTES: Final = 256 << 10  # stays in cache while it is copied and read again
+
+
+def _of_crt(name: str) -> Callable[[memoryview, int], int]:
+    """By the AWS runtime."""
+    found: Callable[[memoryview, int], int] = getattr(importlib.import_module("awscrt.checksums"), name)
+    return found
+
+
+def _of_anycrc(name: str) -> Callable[[memoryview, int], int]:
+    """By anycrc, what headrace[checksums] brings."""
+    found: Callable[[memoryview, int], int] = importlib.import_module("anycrc").Model(name).calc
+    return found
+
+
+def _of_google() -> Callable[[memoryview, int], int]:
+    """By google-crc32c, which comes with Google's own client. It takes immutable bytes only."""
+    module = importlib.import_module("google_crc32c")
+    if module.implementation != "c":
+        raise ImportError("google-crc32c is there without its C library, and a hundred times slower so")
+
+    def go_on(data: memoryview, value: int) -> int:
+        for at in range(0, len(data), _PIECE_NBYTES):
+            value = module.extend(value, bytes(data[at : at + _PIECE_NBYTES]))
+        return value
+
+    return go_on
+
+
+def _first(digits: int, *makers: Callable[[], Callable[[memoryview, int], int]]) -> Hasher:
+    """A checksum for which Python has nothing quick, by the first library that is installed. Raises ImportError without any."""
+    for make in makers:
+        with suppress(ImportError, AttributeError):
+            return _Crc(make(), digits)
+    raise ImportError("no library that computes it is installed")
 
 
 # Best first.
 HASHERS: Final[dict[str, Callable[[], Hasher]]] = {
     "sha256": hashlib.sha256,
     "sha1": lambda: hashlib.sha1(usedforsecurity=False),
-    "crc64nvme": lambda: _of_crt("crc64nvme", 16),
-    "crc32c": lambda: _of_crt("crc32c", 8),
+    "crc64nvme": lambda: _first(16, lambda: _of_crt("crc64nvme"), lambda: _of_anycrc("CRC64-NVME")),
+    "crc32c": lambda: _first(8, lambda: _of_crt("crc32c"), _of_google, lambda: _of_anycrc("CRC32C")),
     "crc32": lambda: _Crc(zlib.crc32, 8),
     "md5": lambda: hashlib.md5(usedforsecurity=False),
 }
@@ -111,9 +143,14 @@ def digest_of(source: ByteSource, *, ask: bool = True) -> Digest | None:
 def _is_available(algorithm: str) -> bool:
     try:
         HASHERS[algorithm]()
-    except (ImportError, AttributeError):
+    except ImportError:
         return False
     return True
+
+
+def uncomputed(source: ByteSource) -> tuple[str, ...]:
+    """Checksums that a source's store tells and that no installed library computes."""
+    return tuple(name for name in HASHERS if name in (getattr(source, "checksums", None) or {}) and not _is_available(name))
 
 
 # -- blocks that are read in part ------------------------------------------------------------------------------------------------
@@ -270,6 +307,70 @@ class KnownBlocks:
 
     def reopen(self) -> None:
         """Do nothing."""
+
+
+class KnownTwice(KnownBlocks):
+    """Every block's digest is known, and the whole file's, too: once all blocks were found right, both have to agree.
+
+    For those who read every block once, each file's in order; a load, which reads what it needs, has no use for it.
+
+    Args:
+        subject, cut, digests: as of `KnownBlocks`.
+        whole: SHA-256 of the whole file, in hexadecimal.
+    """
+
+    def __init__(self, subject: Subject, cut: Blocks, digests: tuple[str, ...], whole: str) -> None:
+        super().__init__(subject, cut, digests)
+        self._expected = whole
+        self._hasher = hashlib.sha256()
+        self._changed = threading.Condition()
+        self._turn, self._gave_up = 0, False
+
+    @contextmanager
+    def under_way(self, first: int, last: int) -> Iterator[None]:  # noqa: ARG002 - what fails counts, not which block
+        """Give the whole file's digest up where a block is not right: it is not the manifest that is wrong then."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self, block: int, data: memoryview, fetch: Fetch) -> None:
+        """Raise IntegrityError unless `data` is the block, and, with the last block, unless the manifest agrees with itself."""
+        super().check(block, data, fetch)
+        with self._changed:
+            while block > self._turn and not self._gave_up:
+                self._changed.wait()
+            if block != self._turn or self._gave_up:
+                return
+        self._hasher.update(data)  # alone: the others wait for this block
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+            is_last = self._turn == self.cut.count
+        if is_last and (found := self._hasher.hexdigest()) != self._expected:
+            raise self.contradiction(found)
+
+    def contradiction(self, found: str) -> IntegrityError:
+        """The error for right blocks that do not make up the file."""
+        error = IntegrityError(
+            f"{self.subject.origin} contradicts itself about {self.subject.url}: all blocks have the digests it says, and the "
+            f"whole file has {found}, where it says {self._expected}. Somebody has changed one of them; write the manifest anew "
+            "from a copy you trust",
+            url=self.subject.url,
+        )
+        error.expected, error.found = self._expected, found
+        return error
+
+    def close(self) -> None:
+        """Wake those who wait for their turn; the whole file is not looked at any more."""
+        with self._changed:
+            self._gave_up = True
+            self._changed.notify_all()
+
+    def reopen(self) -> None:
+        """The file, which was closed before its first block was read, is open again."""
+        self._gave_up = False
 
 
 class LearnedBlocks:

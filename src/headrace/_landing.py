@@ -43,6 +43,13 @@ class Filling(Protocol):
         """Let go of memory; the traceback of an error may keep this object for long."""
 
 
+class JoiningFilling(Filling, Protocol):
+    """A filling that makes one request of reads that are joined (`Read.joined`)."""
+
+    def fill_together(self, reads: Sequence[Read]) -> list[Hops]:
+        """Carry out reads of one range. Otherwise as `fill`."""
+
+
 class Landing(Protocol):
     """Memory for the spans of one load.
 
@@ -299,6 +306,9 @@ class _HostFilling:
 
     def fill(self, read: Read) -> Hops:
         return self._filler.fill(read, self._memory[read.span])
+
+    def fill_together(self, reads: Sequence[Read]) -> list[Hops]:
+        return self._filler.fill_together(reads, [self._memory[read.span] for read in reads])
 
 
 def _given(destination: Destination) -> memoryview:

@@ -57,14 +57,10 @@ def open_location(
         if metadata is not None:
             raise OptionError("metadata has to be given to headrace.open: the checkpoint is open already", option="metadata")
         return url
-    verification = _verification(verify, options, credentials)
+    verification = verification_for(verify, options, credentials)
     known = Metadata(local_path(metadata)) if metadata is not None else None
     checkpoint = _open(url, options, credentials, verification, known)
-    if verification is not None:
-        checkpoint.unverified = tuple(sorted(verification.unverified))
-        for source, header in zip(checkpoint.sources, checkpoint.headers, strict=True):
-            if isinstance(source, VerifiedSource):
-                source.know(header)
+    note_verified(checkpoint, verification)
     return checkpoint
 
 
@@ -216,7 +212,17 @@ def local_path(url: str | os.PathLike[str]) -> Path:
 # -- verification ----------------------------------------------------------------------------------------------------------------
 
 
-def _verification(verify: Verify, options: Options, credentials: object) -> Verification | None:
+def note_verified(checkpoint: Checkpoint, verification: Verification | None) -> None:
+    """Tell a checkpoint what of it is read unchecked, and its verified sources which tensors they hold."""
+    if verification is None:
+        return
+    checkpoint.unverified = tuple(sorted(verification.unverified))
+    for source, header in zip(checkpoint.sources, checkpoint.headers, strict=True):
+        if isinstance(source, VerifiedSource):
+            source.know(header)
+
+
+def verification_for(verify: Verify, options: Options, credentials: object) -> Verification | None:
     """What an argument `verify` asks for; None: nothing is checked."""
     if verify is None or verify is False:
         return None

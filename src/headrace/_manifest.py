@@ -7,6 +7,7 @@ by itself, in any order. docs/integrity.md describes the format. Whatever the fo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ _MAX_NBYTES: Final = 1 << 62
 _TOP: Final = frozenset({"format", "version", "block_nbytes", "files"})
 _ENTRY: Final = frozenset({"nbytes", "head_nbytes", "sha256", "blocks"})
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_NOTHING_SHA256: Final = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +176,14 @@ def _file(check: _Check, name: str, entry: object, block_nbytes: int) -> FileDig
     if not isinstance(blocks, list) or len(blocks) != cut.count:
         has = f"{len(blocks)} blocks" if isinstance(blocks, list) else "no list of blocks"
         check.refuse(f"{name!r} of {nbytes} bytes has {cut.count} blocks, and the manifest {has}")
-    return FileDigests(
+    found = FileDigests(
         cut,
         check.digest(values["sha256"], f"sha256 of {name!r}"),
         tuple(check.digest(each, f"block {i} of {name!r}") for i, each in enumerate(blocks)),
     )
+    if cut.count < 2 and found.sha256 != (found.blocks[0] if found.blocks else _NOTHING_SHA256):
+        check.refuse(f"it contradicts itself: {name!r} is one block, and its sha256 is not that block's")
+    return found
 
 
 class _Check:

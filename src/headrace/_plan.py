@@ -153,6 +153,7 @@ class Read(NamedTuple):
         pieces, stride: equal pieces whose starts lie `stride` bytes apart in the file; 1 and 0 for a contiguous range.
         copy: how the bytes get out of a slot; None where they are read into place.
         direct: whole pages of the file, for a library that reads them straight into the device's memory.
+        joined: it goes on in the file where the read before it ends, and comes with the same request where memory allows.
     """
 
     shard: int
@@ -164,6 +165,7 @@ class Read(NamedTuple):
     stride: int = 0
     copy: Copy | None = None
     direct: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,11 @@ class Plan:
         return self.read_nbytes + self.mapped_nbytes - self.wanted_nbytes
 
     @property
+    def requests(self) -> int:
+        """How often sources are asked for something: neighbours that are joined share a request."""
+        return sum(not read.joined for read in self.reads)
+
+    @property
     def memory_nbytes(self) -> int:
         """Memory that all tensors take together, in bytes."""
         return sum(self.tensors.nbytes)
@@ -277,7 +284,7 @@ def _explain(plan: Plan) -> Iterator[str]:
     yield f"{len(plan.tensors):,} tensors, {format_nbytes(plan.wanted_nbytes)} in {used} shard(s) of {len(plan.routes)}"
     surplus = plan.surplus_nbytes
     extra = f", {format_nbytes(surplus)} of them surplus (cheaper read than skipped)" if surplus else ""
-    requests = f"{len(plan.reads):,} requests for {format_nbytes(plan.read_nbytes)}"
+    requests = f"{plan.requests:,} requests for {format_nbytes(plan.read_nbytes)}"
     yield f"reads    {requests}{extra}; {plan.limits.concurrency} at a time"
     if plan.limits.node is not None:
         yield f"share    {plan.limits.node}; at least one read each"

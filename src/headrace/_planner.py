@@ -54,6 +54,7 @@ def make_plan(
     given: frozenset[str] | None = None,
     left_alone: Sequence[tuple[str, str]] = (),
     device: str = "cpu",
+    joins: bool = True,
 ) -> Plan:
     """Plan the load of the chosen rows.
 
@@ -67,6 +68,7 @@ def make_plan(
         given: names of tensors whose memory the caller provides; None for none of them.
         left_alone: passed on to the plan.
         device: where the tensors go; `limits.staging` says that it has memory of its own.
+        joins: whether one request may fill the memory of several spans.
 
     Raises:
         OptionError: a slice that does not fit its tensor.
@@ -74,6 +76,8 @@ def make_plan(
     draft = _Draft(limits, slices or {}, given)
     for shard, (header, rows, ability) in enumerate(zip(headers, chosen, abilities, strict=True)):
         draft.add_shard(shard, header, rows, ability, casts[shard] if casts else {})
+    if joins and limits.staging is None:
+        draft.reads = join_reads(draft.reads, abilities, limits)
     routes = tuple(
         Route(header.url, *choose_route(ability, len(header.names if rows is None else rows), device))
         for header, rows, ability in zip(headers, chosen, abilities, strict=True)
@@ -561,6 +565,38 @@ def read_unit(ability: SourceAbilities, nbytes: int) -> tuple[int, int]:
     if ability.kind == "network":  # equal parts, an eighth longer where that saves one: a short rest costs a whole request
         return -(-nbytes // max(1, -(-8 * nbytes // (9 * chunk)))), 0
     return chunk, PAGE
+
+
+def join_reads(reads: list[Read], abilities: Sequence[SourceAbilities], limits: Limits) -> list[Read]:
+    """Which reads come with the request of the one before them: neighbours in a file behind a network that fit one request.
+
+    Small tensors live apart from large ones, so that a file in which they alternate is many spans, and over a network each would
+    cost a round trip. A request is not longer than lets every reader have one, of the bytes and of the memory that there is: few
+    long ones leave connections idle.
+    """
+    nbytes = sum(read.nbytes for read in reads if abilities[read.shard].kind == "network")
+    share = max(MIB, min(nbytes, limits.memory_limit) // limits.concurrency)
+    joined, length = list(reads), 0
+    for i, read in enumerate(reads):
+        before, ability = reads[i - 1], abilities[read.shard]
+        most = min(share, ability.chunk_nbytes * 9 // 8)
+        if (
+            i
+            and _follows(read, before)
+            and ability.kind == "network"
+            and not ability.block_nbytes
+            and length + read.nbytes <= most
+        ):
+            joined[i] = read._replace(joined=True)
+            length += read.nbytes
+        else:
+            length = read.nbytes
+    return joined
+
+
+def _follows(read: Read, before: Read) -> bool:
+    """Whether two reads are one range of one file."""
+    return read.shard == before.shard and read.offset == before.offset + before.nbytes and read.pieces == before.pieces == 1
 
 
 def _chosen(column: list[_T], rows: Sequence[int] | None) -> list[_T]:

@@ -105,6 +105,7 @@ class PullReport:
         moved: whether the source's files were removed.
         seconds: how long it took, the wait for another pull included.
         copying_s: of `seconds`, those from the first byte to the last.
+        index: the index whose shards were pulled with it; None where a folder or a file was asked for.
     """
 
     url: str
@@ -117,6 +118,7 @@ class PullReport:
     moved: bool
     seconds: float
     copying_s: float
+    index: str | None = None
 
     @property
     def rate(self) -> float:
@@ -191,6 +193,7 @@ def pull_folder(
         moved=move,
         seconds=done.seconds,
         copying_s=done.copying_s,
+        index=getattr(folder, "index", None),
     )
 
 
@@ -363,7 +366,7 @@ class _Pull:
                         opened.pop_all()
 
         try:
-            self._work_off(names, lambda: look, threads=min(_OPENERS, len(names)), patient=False)
+            self._work_off(names, lambda: look, threads=min(self._concurrency or _OPENERS, _OPENERS, len(names)), patient=False)
         finally:
             self._files = [found[name] for name in names if name in found]
         there = [file for file in self._files if file.is_there]

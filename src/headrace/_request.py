@@ -140,6 +140,7 @@ class Request:
                 given=frozenset(given) if given else None,
                 left_alone=left_alone,
                 device=self.device_name,
+                joins=not shared and not self.is_shared,
             )
             return replace(plan, device=SHARED) if self.is_shared else plan
 
@@ -151,7 +152,7 @@ class Request:
                 continue
             try:
                 if not hasattr(source, "map"):
-                    raise SourceError(f"cannot map {source.url}: open it with mmap={self.options.mmap!r}", url=source.url)
+                    raise SourceError(_why_unmapped(source, self.options.mmap), url=source.url)
                 mappings[shard] = cast(MappableSource, source).map()
             except SourceError as exc:
                 if self.options.mmap == "require":
@@ -602,6 +603,13 @@ _TRAFFIC = {
     "hedged_nbytes": "hedged_nbytes",
     "received_nbytes": "received_nbytes",
 }
+
+
+def _why_unmapped(source: ByteSource, asked: str | None) -> str:
+    """Why a source that cannot map is not mapped: it is none of files, or a file that was opened to be read."""
+    if hasattr(source, "reopen"):
+        return f"cannot map {source.url}: it was opened without; give mmap={asked!r} where it is opened"
+    return f"cannot map {source.url}: only local files can be mapped; leave mmap out, or pull it to a local folder first"
 
 
 def _traffic_counter(sources: Sequence[ByteSource], *, opened_here: bool) -> Callable[[], Mapping[str, int]]:

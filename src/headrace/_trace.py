@@ -21,19 +21,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from headrace.errors import HeadraceError, OptionError
-from headrace.sources.base import AlignedSource, ByteSource, DirectSource, aligned_source
+from headrace.sources.base import AlignedSource, ByteSource, DirectSource, JoiningSource, aligned_source
 
 if TYPE_CHECKING:
     from headrace._filling import Hops
-    from headrace._landing import Filling, Landing
+    from headrace._landing import Filling, JoiningFilling, Landing
     from headrace._plan import Plan, Read
 
 log = logging.getLogger("headrace")
+
+_Made = TypeVar("_Made")
 
 _LEAST_S = 10e-6  # what takes less between two events is the loop itself
 
@@ -88,10 +90,7 @@ class Tracer:
     def sources(self, sources: Sequence[ByteSource]) -> list[ByteSource]:
         """The sources, each recording its reads."""
         self._shards = [source.url.partition("?")[0].rstrip("/").rpartition("/")[2] for source in sources]
-        return [
-            cast(ByteSource, (_Source if aligned_source(source) is None else _Aligned)(source, shard, self))
-            for shard, source in enumerate(sources)
-        ]
+        return [cast(ByteSource, _recording(source)(source, shard, self)) for shard, source in enumerate(sources)]
 
     def direct(self, files: Mapping[int, DirectSource]) -> dict[int, DirectSource]:
         """Files that a library reads into a device's memory, each recording its reads."""
@@ -172,6 +171,19 @@ class _Source:
         self._tracer.add("read", start, end, self._shard, offset=offset, nbytes=nbytes, **more)
 
 
+class _Joining(_Source):
+    """The same, of a source that fetches neighbouring ranges with one request."""
+
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        start, nbytes = time.perf_counter(), sum(map(len, buffers))
+        try:
+            cast(JoiningSource, self._source).read_into_each(offset, buffers)
+        except HeadraceError as exc:
+            self._record(start, offset, nbytes, error=type(exc).__name__)
+            raise
+        self._record(start, offset, nbytes)
+
+
 class _Aligned(_Source):
     """The same, of a source that can be read past the page cache."""
 
@@ -179,6 +191,12 @@ class _Aligned(_Source):
         start = time.perf_counter()
         cast(AlignedSource, self._source).read_direct_into(offset, buffer)
         self._record(start, offset, buffer.nbytes, direct=True)
+
+
+def _recording(source: ByteSource) -> type[_Source]:
+    if hasattr(source, "read_into_each"):
+        return _Joining
+    return _Source if aligned_source(source) is None else _Aligned
 
 
 class _Direct(_Source):
@@ -200,7 +218,8 @@ class _Landing:
         return getattr(self._landing, name)
 
     def filling(self) -> _Filling:
-        return _Filling(self._landing.filling(), self._tracer)
+        filling = self._landing.filling()
+        return (_JoiningFilling if hasattr(filling, "fill_together") else _Filling)(filling, self._tracer)
 
     def wait(self) -> None:
         start = time.perf_counter()
@@ -216,16 +235,27 @@ class _Filling:
         self.close = filling.close
 
     def fill(self, read: Read) -> Hops | None:
-        reads = self._tracer.reads
-        reads.clear()
+        return self._recorded(lambda: self._filling.fill(read), [read])
+
+    def _recorded(self, fill: Callable[[], _Made], reads: Sequence[Read]) -> _Made:
+        seen = self._tracer.reads
+        seen.clear()
         at, stage = time.perf_counter(), "memory"
-        hops = self._filling.fill(read)
-        casts = read.copy is not None and read.copy.source != read.copy.target
-        for start, end in (*reads, (time.perf_counter(),) * 2):
+        hops = fill()
+        casts = any(read.copy is not None and read.copy.source != read.copy.target for read in reads)
+        nbytes = sum(read.nbytes for read in reads)
+        for start, end in (*seen, (time.perf_counter(),) * 2):
             if start - at > _LEAST_S:
-                self._tracer.add(stage, at, start, read.shard, offset=read.offset, nbytes=read.nbytes)
+                self._tracer.add(stage, at, start, reads[0].shard, offset=reads[0].offset, nbytes=nbytes)
             at, stage = end, "cast" if casts else "copy"
         return hops
+
+
+class _JoiningFilling(_Filling):
+    """The same, of one that makes a request of several reads."""
+
+    def fill_together(self, reads: Sequence[Read]) -> list[Hops]:
+        return self._recorded(lambda: cast("JoiningFilling", self._filling).fill_together(reads), reads)
 
 
 class _Report:

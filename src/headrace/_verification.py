@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from headrace._integrity import BlockCache, KnownBlocks, LearnedBlocks, Subject, digest_of, verified
+from headrace._integrity import BlockCache, KnownBlocks, KnownTwice, LearnedBlocks, Subject, digest_of, uncomputed, verified
 from headrace._manifest import (
     BLOCK_NBYTES,
     HEAD_NBYTES,
@@ -96,7 +96,7 @@ class Verification:
         if not name.endswith(_SUFFIX):
             return source  # an index: the shards that it names are checked
         if self._required:
-            raise nothing_to_check(source.url)
+            raise nothing_to_check(source.url, uncomputed(source))
         self.unverified.append(source.url)
         return source
 
@@ -128,8 +128,14 @@ class VerifiedFolder:
         return self._verification.opened(lambda: self._folder.open(name), name, self._folder)
 
 
-def against_manifest(source: ByteSource, name: str, manifest: Manifest, cache: BlockCache) -> ByteSource:
+def against_manifest(source: ByteSource, name: str, manifest: Manifest, cache: BlockCache, *, twice: bool = False) -> ByteSource:
     """A source that is checked against its entry in a manifest.
+
+    Args:
+        source: the file. `name`: its path in the manifest.
+        manifest: what it is checked against.
+        cache: for its blocks.
+        twice: whether the whole file's digest counts as well, for those who read every block once and each file's in order.
 
     Raises:
         IntegrityError: it has no entry, its size is another, or the store's own digest is.
@@ -153,7 +159,10 @@ def against_manifest(source: ByteSource, name: str, manifest: Manifest, cache: B
         error.expected, error.found = entry.sha256, digest.value
         raise error
     text = f"SHA-256 of blocks of {format_nbytes(manifest.block_nbytes)}, from {manifest.url.rpartition('/')[2]}"
-    ledger = KnownBlocks(Subject(source.url, manifest.url), entry.cut, entry.blocks)
+    subject = Subject(source.url, manifest.url)
+    ledger = KnownBlocks(subject, entry.cut, entry.blocks)
+    if twice and entry.cut.count > 1:  # of one block both are the same digest
+        ledger = KnownTwice(subject, entry.cut, entry.blocks, entry.sha256)
     return verified(source, ledger, cache, checked_by=text)
 
 
@@ -192,11 +201,14 @@ def read_manifest(source: ByteSource) -> Manifest:
         source.close()
 
 
-def nothing_to_check(url: str) -> OptionError:
-    """The error for a file that cannot be verified."""
+def nothing_to_check(url: str, uncomputed: Sequence[str] = ()) -> OptionError:
+    """The error for a file that cannot be verified. `uncomputed`: checksums that its store tells, and that need a library."""
+    told = "no digest that is known here"
+    if uncomputed:
+        told = f"{' and '.join(uncomputed)} only, which Python itself does not compute: pip install 'headrace[checksums]'"
     return OptionError(
-        f"verify: there is nothing to check {url} against: no {MANIFEST_NAME} beside it, and its store tells no digest that is "
-        "known here. Write a manifest from a copy you trust with `headrace verify --write FOLDER`, give one with verify=PATH, or "
+        f"verify: there is nothing to check {url} against: no {MANIFEST_NAME} beside it, and its store tells {told}. Write a "
+        "manifest from a copy you trust with `headrace verify --write FOLDER`, give one with verify=PATH, or "
         "take verify='auto', which checks what it can",
         option="verify",
     )

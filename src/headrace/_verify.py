@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from headrace._crew import work_off
-from headrace._integrity import BlockCache, KnownBlocks, LearnedBlocks, Subject, VerifiedSource, digest_of, verified
+from headrace._integrity import BlockCache, KnownBlocks, LearnedBlocks, Subject, VerifiedSource, digest_of, uncomputed, verified
 from headrace._interpreter import switching_fast
 from headrace._machine import available_cpus
 from headrace._manifest import BLOCK_NBYTES, MANIFEST_NAME, Blocks, FileDigests, Manifest, head_nbytes_of
@@ -44,8 +44,9 @@ class FileCheck:
     Attributes:
         name: its path below the folder.
         nbytes: its size; 0 where it is missing.
-        status: "ok"; "damaged": it is not what the digest says; "missing": the manifest lists it, and it is not there;
-            "unlisted": it is there, and the manifest does not list it; "unreadable"; "unchecked": there is no digest of it.
+        status: "ok"; "damaged": it is not what the digest says, or the manifest contradicts itself about it; "missing": the
+            manifest lists it, and it is not there; "unlisted": it is there, and the manifest does not list it; "unreadable";
+            "unchecked": there is no digest of it.
         checked_by: against what, in words; empty where nothing was checked.
         detail: what is wrong, in words.
         blocks: numbers of the damaged blocks, where blocks were checked.
@@ -160,12 +161,13 @@ def verify_folder(
     if manifest is None and out is None:
         manifest = find_manifest(folder)
     names = [only] if only is not None else _names(folder)
+    index: str | None = getattr(folder, "index", None)  # what an index names, and no more
     with _Run(folder, manifest, progress, writes=out is not None) as run:
-        run.open(names)
+        run.open(names, concurrency)
         if out is None and all(file.status == "unchecked" for file in run.files):
-            raise nothing_to_check(folder.url)
+            raise nothing_to_check(folder.url, sorted({name for file in run.files for name in file.uncomputed}))
         run.check(concurrency)
-        if manifest is not None and only is None:
+        if manifest is not None and only is None and index is None:
             run.miss(set(manifest.files) - set(names))
     written = None
     if out is not None and not any(file.failed for file in run.files):
@@ -173,7 +175,7 @@ def verify_folder(
         written = str(out)
     now = run.snapshot()
     return VerifyReport(
-        url=folder.url if only is None else f"{folder.url.rstrip('/')}/{only}",
+        url=folder.url if only is None and index is None else f"{folder.url.rstrip('/')}/{only or index}",
         files=tuple(file.outcome() for file in run.files),
         verified_nbytes=now.nbytes,
         manifest=manifest.url if manifest is not None else None,
@@ -233,6 +235,7 @@ class _File:
     status: Status = "ok"
     detail: str = ""
     bad: list[int] = field(default_factory=list)
+    uncomputed: tuple[str, ...] = ()
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -293,8 +296,8 @@ class _Run:
         failed = sum(file.failed for file in self.files)
         return VerifyProgress(now - self._started, self._total_nbytes, len(self.files), nbytes, done, failed)
 
-    def open(self, names: Sequence[str]) -> None:
-        """Open all files in one round, and find what each is checked against."""
+    def open(self, names: Sequence[str], concurrency: int | None) -> None:
+        """Open all files in one round, as many at once as was asked for, and find what each is checked against."""
         found = [_File(name) for name in names]
         keep = len(names) <= _KEPT_OPEN
 
@@ -312,7 +315,7 @@ class _Run:
                 _close_source(file)
 
         try:
-            self._work_off(found, lambda: look, threads=min(_OPENERS, len(names)), patient=False)
+            self._work_off(found, lambda: look, threads=min(concurrency or _OPENERS, _OPENERS, len(names)), patient=False)
         finally:
             self.files = found
         self._total_nbytes = sum(file.nbytes for file in found if file.ledger is not None)
@@ -353,12 +356,14 @@ class _Run:
         if isinstance(wrapped, VerifiedSource):
             file.ledger, file.checked_by = wrapped.ledger, wrapped.checked_by
         else:
-            file.status, file.detail = "unchecked", "there is no digest of it"
+            file.uncomputed = uncomputed(source)
+            needs = f", but {' and '.join(file.uncomputed)}: pip install 'headrace[checksums]'" if file.uncomputed else ""
+            file.status, file.detail = "unchecked", f"there is no digest of it{needs}"
         return wrapped
 
     def _wrapped(self, file: _File, source: ByteSource) -> ByteSource:
         if self._manifest is not None:
-            return against_manifest(source, file.name, self._manifest, self._cache)
+            return against_manifest(source, file.name, self._manifest, self._cache, twice=True)
         digest = digest_of(source)
         if self._writes:
             usable = digest if digest is not None and digest.algorithm == "sha256" else None

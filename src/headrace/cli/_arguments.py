@@ -55,6 +55,14 @@ Gds: TypeAlias = Annotated[
         "--gds", metavar="off|auto|require", help="Read files straight into a GPU's memory (cuFile, hipFile).  [default: off]"
     ),
 ]
+Verify: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--verify",
+        metavar="require|auto|PATH",
+        help="Check what is read: by the manifest beside it or what its store says, or by the manifest at PATH.  [default: not]",
+    ),
+]
 Device: TypeAlias = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda[:N]", help="Where the tensors go; cuda is the current GPU.")
 ]
@@ -78,6 +86,7 @@ def request(
     memory_limit: MemoryLimit = None,
     direct_io: DirectIO = None,
     gds: Gds = None,
+    verify: Verify = None,
     device: Device = "cpu",
 ) -> dict[str, Any]:
     """The arguments of `headrace.plan` and `headrace.stream`.
@@ -94,6 +103,7 @@ def request(
         "memory_limit": memory_limit,
         "direct_io": direct_io,
         "gds": gds,
+        "verify": verify,
         "device": device,
     }
 

@@ -31,7 +31,9 @@ Exclude: TypeAlias = Annotated[
 
 
 def pull(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A folder or file: a path or URL.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="A folder or file: a path or URL. An index stands for its shards, too.")
+    ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The folder to fill; made where it does not exist.")],
     include: Include = None,
     exclude: Exclude = None,
@@ -83,6 +85,8 @@ def _last_line(progress: PullProgress) -> str:
 
 def _summary(done: PullReport) -> Iterator[tuple[str, str]]:
     yield "files", f"{done.files:,} in {done.destination}, {nbytes_text(done.nbytes)}"
+    if done.index is not None:
+        yield "index", f"{done.index}, with the shards that it names"
     copied = f"{nbytes_text(done.copied_nbytes)} in {seconds_text(done.seconds)}"
     yield "copied", copied + (f", {rate_text(done.rate)}" if done.copied_nbytes else "")
     if done.resumed_nbytes:

@@ -26,7 +26,9 @@ _MANY_FILES = 20  # more than that are listed on a terminal only where something
 
 
 def verify(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A folder or file: a path or URL.")],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="A folder or file: a path or URL. An index stands for its shards, too.")
+    ],
     manifest: Annotated[
         str | None,
         typer.Option(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -142,8 +142,12 @@ class HubSource:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`."""
+        self.read_into_each(offset, [buffer])
+
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after another, with the bytes from `offset` on, by one request."""
         try:
-            self._source.read_into(offset, buffer)
+            self._source.read_into_each(offset, buffers)
         except SourceError as exc:
             raise self._hub.explain(exc, self.url) from exc
 

@@ -6,13 +6,24 @@ store it is.
 
 from __future__ import annotations
 
+import base64
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from headrace.errors import SourceError
-from headrace.sources.base import ByteSource
-from headrace.sources.http import INDEX_NBYTES, Access, Traffic, UnsatisfiableError, Version, fetch, open_http
+from headrace.errors import SourceChangedError, SourceError
+from headrace.sources.base import ByteSource, read_into_each
+from headrace.sources.http import (
+    INDEX_NBYTES,
+    Access,
+    Headers,
+    Traffic,
+    UnsatisfiableError,
+    Version,
+    fetch,
+    fetch_head,
+    open_http,
+)
 from headrace.sources.memory import MemorySource
 
 PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
@@ -24,12 +35,13 @@ class Explained:
     Attributes:
         url: as the store's users write it.
         nbytes, version: when it was opened.
+        explain: makes an error about the request one about the object.
     """
 
     def __init__(self, source: ByteSource, url: str, explain: Callable[[SourceError], SourceError]) -> None:
         self.url, self.nbytes = url, source.nbytes
         self.version: object = source.version
-        self._source, self._explain = source, explain
+        self._source, self.explain = source, explain
 
     @property
     def traffic(self) -> Traffic:
@@ -44,21 +56,56 @@ class Explained:
             SourceChangedError: the object is no longer the one that was opened.
             SourceError: any other failure; the classes are those of the store's package and of `headrace.sources.http`.
         """
+        self.read_into_each(offset, [buffer])
+
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after another, with the bytes from `offset` on, by one request. Raises as `read_into`."""
         try:
-            self._source.read_into(offset, buffer)
+            read_into_each(self._source, offset, buffers)
         except SourceError as exc:
-            raise self._explain(exc) from exc
+            raise self.explain(exc) from exc
 
     def check_unchanged(self) -> None:
         """Do nothing: every answer was compared with the version that was opened."""
         try:
             self._source.check_unchanged()
         except SourceError as exc:
-            raise self._explain(exc) from exc
+            raise self.explain(exc) from exc
 
     def close(self) -> None:
         """End reads that are under way in other threads, with `SourceError`. May be called twice."""
         self._source.close()
+
+
+def ask_checksums(source: Explained, url: str, access: Access, parse: Callable[[Headers], dict[str, str]]) -> dict[str, str]:
+    """The store's checksums of a whole object, {algorithm: hexadecimal}, by one HEAD.
+
+    Args:
+        source: the open object.
+        url: as it goes over the wire. `access`: for it.
+        parse: finds the checksums in the answer's headers.
+
+    Raises:
+        SourceChangedError: the object is no longer the one that was opened.
+        SourceError: any other failure.
+    """
+    try:
+        headers = fetch_head(url, access=access)
+    except SourceError as exc:
+        raise source.explain(exc) from exc
+    changed = source.version.difference(Version.of(headers, source.nbytes)) if isinstance(source.version, Version) else ""
+    if changed:
+        raise SourceChangedError(f"{source.url} was replaced after it was opened ({changed})", url=source.url)
+    return parse(headers)
+
+
+def decode_checksum(text: str, nbytes: int) -> str | None:
+    """A checksum of so many bytes in base64, as stores write them, in hexadecimal; None for anything else."""
+    try:
+        value = base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+    return value.hex() if len(value) == nbytes else None
 
 
 def open_object(url: str, access: Access, prefix_nbytes: int) -> ByteSource:

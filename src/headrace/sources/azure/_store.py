@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Final
 
 from headrace._options import AzureSettings, NetworkSettings
@@ -17,10 +18,20 @@ from headrace.sources.azure._listing import Entry, Page, parse_page
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
     Access,
+    Headers,
     HttpError,
     WrongAnswerError,
 )
-from headrace.sources.objects import PREFIX_NBYTES, Explained, KeyFolder, leads_out, open_object, prefix_nbytes_of
+from headrace.sources.objects import (
+    PREFIX_NBYTES,
+    Explained,
+    KeyFolder,
+    ask_checksums,
+    decode_checksum,
+    leads_out,
+    open_object,
+    prefix_nbytes_of,
+)
 
 _VERSION: Final = "2023-11-03"  # of the service's interface; tokens need one, and names in listings one from 2021 on
 
@@ -91,6 +102,25 @@ class AzureSource(Explained):
 
     def __init__(self, source: ByteSource, container: Container, location: Location) -> None:
         super().__init__(source, location.url, lambda error: container.explain(error, location))
+        self._wire_url, self._access = container.url(location.key), container.access
+
+    @cached_property
+    def checksums(self) -> dict[str, str]:
+        """The MD5 of the whole blob that is stored with it, {"md5": hexadecimal}; empty where there is none. Asked for once.
+
+        Azure keeps what the client that wrote it has sent: most of them do for blobs of several blocks only when asked to.
+
+        Raises:
+            SourceChangedError: the blob is no longer the one that was opened.
+            SourceError: any other failure.
+        """
+        return ask_checksums(self, self._wire_url, self._access, parse_checksums)
+
+
+def parse_checksums(headers: Headers) -> dict[str, str]:
+    """The MD5 in Content-MD5, in hexadecimal."""
+    value = decode_checksum(headers.get("content-md5") or "", 16)
+    return {"md5": value} if value is not None else {}
 
 
 class AzureFolder(KeyFolder[Entry]):

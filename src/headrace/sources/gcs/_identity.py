@@ -157,7 +157,7 @@ class Identity:
             headers = {} if self.signs else self._bearer()
             latest = self._latest
         if self.signs:
-            return _signature(request.url, latest)
+            return _signature(request.method, request.url, latest)
         return headers | ({"x-goog-user-project": self.user_project} if self.user_project else {})
 
     # ---- tokens; all with the lock held
@@ -256,13 +256,13 @@ def _botocore(module: str) -> Any:
         raise OptionError("HMAC keys need botocore, which is not installed: pip install 'headrace[gcs]'", option="url") from exc
 
 
-def _signature(url: str, keys: GcsCredentials) -> dict[str, str]:
-    """Headers that sign a GET of this url as S3 has it signed, which the XML API understands; the region may be any.
+def _signature(method: str, url: str, keys: GcsCredentials) -> dict[str, str]:
+    """Headers that sign a request for this url as S3 has it signed, which the XML API understands; the region may be any.
 
     With them come x-amz- headers, beside which x-goog- ones are not allowed.
     """
     pair = _botocore("credentials").Credentials(keys.access_key_id, keys.secret_access_key)
-    request = _botocore("awsrequest").AWSRequest(method="GET", url=url, headers={"Host": urlsplit(url).netloc})
+    request = _botocore("awsrequest").AWSRequest(method=method, url=url, headers={"Host": urlsplit(url).netloc})
     _botocore("auth").S3SigV4Auth(pair, "s3", "auto").add_auth(request)
     return {name: str(value) for name, value in request.headers.items() if name.lower() != "host"}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
+from typing import Final
 
 from headrace._options import GcsSettings, NetworkSettings
 from headrace.errors import OptionError
@@ -14,8 +16,19 @@ from headrace.sources.gcs._bucket import Bucket
 from headrace.sources.gcs._errors import ObjectNotFoundError
 from headrace.sources.gcs._identity import GcsCredentials, GiveCredentials, Identity
 from headrace.sources.gcs._listing import Entry, Page, is_marker
-from headrace.sources.http import Access, HttpError, Version
-from headrace.sources.objects import PREFIX_NBYTES, Explained, KeyFolder, leads_out, open_object, prefix_nbytes_of
+from headrace.sources.http import Access, Headers, HttpError, Version
+from headrace.sources.objects import (
+    PREFIX_NBYTES,
+    Explained,
+    KeyFolder,
+    ask_checksums,
+    decode_checksum,
+    leads_out,
+    open_object,
+    prefix_nbytes_of,
+)
+
+_CHECKSUMS: Final = {"crc32c": 4, "md5": 16}  # their lengths in bytes
 
 
 class GcsStore:
@@ -62,7 +75,7 @@ class GcsStore:
             opened = open_object(bucket.url(key), access, prefix_nbytes)
         if isinstance(opened.version, Version):
             pin.generation = opened.version.generation
-        return GcsSource(opened, bucket, key)
+        return GcsSource(opened, bucket, key, access)
 
     def folder(self, url: str) -> GcsFolder:
         """The objects under gs://bucket/prefix. See `GcsFolder`."""
@@ -86,8 +99,33 @@ class GcsSource(Explained):
         nbytes, version: when it was opened; every range is demanded of that generation.
     """
 
-    def __init__(self, source: ByteSource, bucket: Bucket, key: str) -> None:
+    def __init__(self, source: ByteSource, bucket: Bucket, key: str, access: Access) -> None:
         super().__init__(source, join_url(bucket.name, key), lambda error: bucket.explain(error, key))
+        self._wire_url, self._access = bucket.url(key), access
+
+    @cached_property
+    def checksums(self) -> dict[str, str]:
+        """The store's checksums of the whole object, {algorithm: hexadecimal}; empty where it tells none. Asked for once.
+
+        Raises:
+            SourceChangedError: the object is no longer the one that was opened.
+            SourceError: any other failure.
+        """
+        return ask_checksums(self, self._wire_url, self._access, parse_checksums)
+
+
+def parse_checksums(headers: Headers) -> dict[str, str]:
+    """The checksums in x-goog-hash, in hexadecimal: CRC-32C always, MD5 for what was not composed of other objects.
+
+    They are of the bytes as they are stored, which are the ones that headrace reads.
+    """
+    found = {}
+    for part in ",".join(headers.get_all("x-goog-hash")).split(","):
+        algorithm, _, text = part.strip().partition("=")
+        value = decode_checksum(text, _CHECKSUMS.get(algorithm, 0))
+        if value:
+            found[algorithm] = value
+    return found
 
 
 class GcsFolder(KeyFolder[Entry]):

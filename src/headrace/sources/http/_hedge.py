@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 from headrace.errors import SourceError
 from headrace.sources.http._answers import Accepted, Asked
@@ -21,12 +24,14 @@ log = logging.getLogger("headrace")
 
 
 class Landing:
-    """Where a range lands, and how much of it is in: `done` bytes of the view, whatever goes wrong."""
+    """Where a range lands, and how much of it is in: `done` bytes of the views, one after another, whatever goes wrong."""
 
-    __slots__ = ("done", "offset", "view")
+    __slots__ = ("_starts", "_views", "done", "nbytes", "offset")
 
-    def __init__(self, offset: int, view: memoryview, done: int = 0) -> None:
-        self.offset, self.view, self.done = offset, view, done
+    def __init__(self, offset: int, views: Sequence[memoryview]) -> None:
+        self._views = [view for view in views if len(view)]
+        *self._starts, self.nbytes = accumulate(map(len, self._views), initial=0)
+        self.offset, self.done = offset, 0
 
     @property
     def position(self) -> int:
@@ -36,7 +41,21 @@ class Landing:
     @property
     def end(self) -> int:
         """The end of the range in the object."""
-        return self.offset + len(self.view)
+        return self.offset + self.nbytes
+
+    def missing(self, end: int) -> memoryview:
+        """Memory for the next bytes, up to the `end`-th one at most; not all of them, where they land in several views."""
+        i = bisect_right(self._starts, self.done) - 1
+        return self._views[i][self.done - self._starts[i] : end - self._starts[i]]
+
+    def put(self, data: memoryview) -> None:
+        """Copy bytes that are here already to where they land."""
+        while len(data):
+            with self.missing(self.done + len(data)) as room:
+                nbytes = len(room)
+                room[:] = data[:nbytes]
+            self.done += nbytes
+            data = data[nbytes:]
 
     def receive(self, answer: Answer, accepted: Accepted) -> None:
         """Receive what was accepted, counting each piece as it comes."""
@@ -44,7 +63,7 @@ class Landing:
             raise Failure("truncated", "the body ended before the range began", status=answer.status)
         end = self.done + accepted.nbytes
         while self.done < end:
-            with self.view[self.done : end] as rest:
+            with self.missing(end) as rest:
                 got = answer.receive_into(rest)
             if not got:
                 raise Failure("truncated", f"the body ended {end - self.done} bytes early", status=answer.status)
@@ -114,7 +133,7 @@ class RangeWatch(Patience):
         if self._hedge is not None or self.connection is None:
             return
         landing, policy = self._landing, self.client.access.policy
-        received, nbytes = landing.done - self._first + fresh, len(landing.view) - self._first
+        received, nbytes = landing.done - self._first + fresh, landing.nbytes - self._first
         slow = should_hedge(
             elapsed_s=now - self._began, received=received, nbytes=nbytes, recent=tuple(self._pace.recent), policy=policy
         )
@@ -147,7 +166,7 @@ class Hedge:
     def __init__(self, client: Client, landing: Landing, slow: Patience) -> None:
         self._client, self._slow = client, slow
         self._scratch = bytearray(landing.end - landing.position)
-        self._landing = Landing(landing.position, memoryview(self._scratch))
+        self._landing = Landing(landing.position, [memoryview(self._scratch)])
         self._lock = threading.Lock()
         self._settled = self._won = False
         client.count(hedges=1, hedged_nbytes=len(self._scratch))
@@ -187,8 +206,7 @@ class Hedge:
         if not self._won:
             return False
         with memoryview(self._scratch) as scratch:
-            landing.view[landing.done :] = scratch[landing.position - self._landing.offset :]
-        landing.done = len(landing.view)
+            landing.put(scratch[landing.position - self._landing.offset :])
         return True
 
     def cancel(self) -> None:

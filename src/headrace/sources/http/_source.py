@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Final
 
 from headrace.errors import SourceError, TruncatedError
@@ -45,14 +46,17 @@ class HttpSource:
             SourceChangedError: the object is no longer the one that was opened.
             SourceError: any other failure; the classes are those of `headrace.sources.http`.
         """
-        nbytes = len(buffer)
+        self.read_into_each(offset, [buffer])
+
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after another, with the bytes from `offset` on, by one request. Raises as `read_into`."""
+        landing = Landing(offset, buffers)
+        nbytes = landing.nbytes
         if self._client.closed or offset < 0 or offset + nbytes > self.nbytes:
             raise self._refuse_range(offset, nbytes)
-        known = max(0, min(nbytes, len(self._prefix) - offset))
-        if known:
-            buffer[:known] = self._prefix[offset : offset + known]
-        if known < nbytes:
-            landing = Landing(offset, buffer, known)
+        if offset < len(self._prefix):
+            landing.put(memoryview(self._prefix)[offset : offset + nbytes])
+        if landing.done < nbytes:
             self._client.persist(
                 lambda tries: self._try(landing, tries), doing="read", asked=(offset, nbytes), received=lambda: landing.done
             )
@@ -118,7 +122,7 @@ def open_http(url: str, *, access: Access | None = None, prefix_nbytes: int = PR
 
     def attempt(tries: Tries) -> tuple[Version, bytes]:
         prefix = bytearray(wanted)
-        landing = Landing(0, memoryview(prefix))
+        landing = Landing(0, [memoryview(prefix)])
         with client.ranged(Asked(0, wanted), Patience(client, tries), tries) as (answer, accepted):
             landing.receive(answer, accepted)
         client.count(received_nbytes=landing.done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,17 +9,24 @@ from functools import cached_property
 from typing import Final
 
 from headrace._options import NetworkSettings, S3Settings
-from headrace.errors import OptionError, SourceChangedError
+from headrace.errors import OptionError
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
     Access,
     Headers,
     HttpError,
-    Version,
     WrongAnswerError,
-    fetch_head,
 )
-from headrace.sources.objects import PREFIX_NBYTES, Explained, KeyFolder, leads_out, open_object, prefix_nbytes_of
+from headrace.sources.objects import (
+    PREFIX_NBYTES,
+    Explained,
+    KeyFolder,
+    ask_checksums,
+    decode_checksum,
+    leads_out,
+    open_object,
+    prefix_nbytes_of,
+)
 from headrace.sources.s3._address import join_url, parse_url
 from headrace.sources.s3._bucket import Bucket
 from headrace.sources.s3._errors import ObjectNotFoundError
@@ -110,12 +116,7 @@ class S3Source(Explained):
             SourceError: any other failure.
         """
         access = replace(self._bucket.access, headers={**self._bucket.access.headers, "x-amz-checksum-mode": "ENABLED"})
-        with self._bucket.explained(self._key):
-            headers = fetch_head(self._bucket.url(self._key), access=access)
-        changed = self.version.difference(Version.of(headers, self.nbytes)) if isinstance(self.version, Version) else ""
-        if changed:
-            raise SourceChangedError(f"{self.url} was replaced after it was opened ({changed})", url=self.url)
-        return parse_checksums(headers)
+        return ask_checksums(self, self._bucket.url(self._key), access, parse_checksums)
 
 
 def parse_checksums(headers: Headers) -> dict[str, str]:
@@ -127,13 +128,9 @@ def parse_checksums(headers: Headers) -> dict[str, str]:
         return {}
     found = {}
     for algorithm, nbytes in _CHECKSUMS.items():
-        text = headers.get(f"x-amz-checksum-{algorithm}") or ""
-        try:
-            value = base64.b64decode(text, validate=True)
-        except ValueError:  # "...-3": of three parts
-            continue
-        if len(value) == nbytes:
-            found[algorithm] = value.hex()
+        value = decode_checksum(headers.get(f"x-amz-checksum-{algorithm}") or "", nbytes)
+        if value is not None:  # "...-3" is of three parts
+            found[algorithm] = value
     return found
 
 
