@@ -83,7 +83,7 @@ def test_slots_that_nobody_needs_get_no_memory(gpu: Gpu) -> None:
 
 def test_segments_grow_from_one_slot_to_the_largest_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ring, "SEGMENT_NBYTES", 8 * MIB)
-    segments = _ring._segments(50, MIB)
+    segments = _ring._segments(50, MIB, 0)
     assert [segment.last - segment.first for segment in segments] == [1, 1, 2, 4, 8, 8, 8, 8, 8, 2]
     assert [segment.first for segment in segments[1:]] == [segment.last for segment in segments[:-1]]
 

@@ -19,7 +19,21 @@ headrace.patch()       -> transformers and diffusers load through headrace, insi
 headrace.local_view(url) -> a local folder with the config and tokenizer of a remote model
 """
 
-from headrace._api import TensorStream, folder, hold, load, open, open_sharded, plan, pull, read, save_metadata, stream, verify
+from headrace._api import (
+    TensorStream,
+    folder,
+    hold,
+    load,
+    open,
+    open_sharded,
+    plan,
+    pull,
+    read,
+    release_staging,
+    save_metadata,
+    stream,
+    verify,
+)
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
 from headrace._held import Held
@@ -110,6 +124,7 @@ __all__ = [
     "plan",
     "pull",
     "read",
+    "release_staging",
     "safe_open",
     "save_metadata",
     "save_sharded",

@@ -115,7 +115,7 @@ def resolve_staging(options: Options, abilities: Sequence[SourceAbilities], *, l
     ahead = given
     if ahead is None:
         ahead = max(_LEAST_AHEAD_ON_DEVICE, min(_MOST_AHEAD_ON_DEVICE, sum(largest) + MIB))
-    staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", cast_place(options))
+    staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", cast_place(options), options.keep_staging == "on")
     node = NodeLimits(ranks, concurrency, total) if ranks > 1 else None
     return Limits(min(readers, slots - 1), slots * slot_nbytes, staging, node)
 

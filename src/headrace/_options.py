@@ -17,6 +17,7 @@ from typing import Any, Literal
 from headrace.errors import OptionError
 
 Switch = Literal["auto", "on", "off"]
+OnOff = Literal["off", "on"]
 Demand = Literal["off", "auto", "require"]
 CastPlace = Literal["auto", "host", "device"]
 PartitionPolicy = Literal["spans", "chunks", "files"]
@@ -28,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "in_place": ("off", "auto", "require"),
     "gds": ("off", "auto", "require"),
     "cast_at": ("auto", "host", "device"),
+    "keep_staging": ("off", "on"),
     "partition": ("spans", "chunks", "files"),
 }
 _RUNAI_NAMES = {
@@ -65,6 +67,8 @@ class Options:
         in_place: register a checkpoint on tmpfs where it lies, for GPU targets: "off", "auto" or "require".
         gds: direct storage through cuFile or hipFile, for GPU targets: "off", "auto" or "require".
         cast_at: where a dtype conversion runs: "auto", "host" or "device".
+        keep_staging: whether page-locked staging memory stays for the next load to the same device: "off" or "on". One ring for a
+            device, up to 512 MiB, until `headrace.release_staging()` or the program's end.
         partition: how ranks of a group divide a checkpoint: "spans", "chunks" or "files".
         stall_timeout_s: seconds without a byte after which a network read is tried again.
         attempts: tries of one network range before its error is raised.
@@ -88,6 +92,7 @@ class Options:
     in_place: Demand | None = None
     gds: Demand | None = None
     cast_at: CastPlace | None = None
+    keep_staging: OnOff | None = None
     partition: PartitionPolicy | None = None
     stall_timeout_s: float | None = None
     attempts: int | None = None

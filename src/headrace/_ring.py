@@ -8,6 +8,9 @@ for a small one.
 Where registration is refused the ring goes down a ladder: smaller segments, memory of the device's own allocator, memory that is
 not page-locked. That is said once, and the load goes on, unless page-locked memory was demanded.
 
+A load may leave its ring, page-locked, for the next one to the same device (`keep`): making it anew takes tens of milliseconds.
+One is kept for a device, until `release_kept` or the interpreter's end.
+
 A slot is free when the event of its last copy is done. The slot that was freed last is filled first: it is still in cache, and
 slots that nobody needs never get memory. Registrations end before the mapping does, and after the last copy, in whatever way
 the load ends; the interpreter's end is one of them.
@@ -15,13 +18,14 @@ the load ends; the interpreter's end is one of them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from headrace._addresses import move, view_at
@@ -83,6 +87,7 @@ class Ring:
         slots, slot_nbytes: how many, and how long each.
         pin: 'off', 'auto' or 'require'.
         on_degraded: called once, with the reason, where memory could not be registered.
+        keep: take the memory that a load before has left, and leave it for the next one.
 
     Attributes:
         nbytes: of all slots.
@@ -90,7 +95,16 @@ class Ring:
         how: in words how the memory is page-locked, or why it is not.
     """
 
-    def __init__(self, device: Device, *, slots: int, slot_nbytes: int, pin: str, on_degraded: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        slots: int,
+        slot_nbytes: int,
+        pin: str,
+        on_degraded: Callable[[str], None],
+        keep: bool = False,
+    ) -> None:
         self._device, self._pin, self._on_degraded = device, pin, on_degraded
         self._slot_nbytes = round_up(slot_nbytes, PAGE)
         self.nbytes = slots * self._slot_nbytes
@@ -99,10 +113,16 @@ class Ring:
         self._ladder, self._climbing = _Ladder(), threading.Lock()
         self._error: BaseException | None = None
         self._work = threading.Condition()  # which slots need memory
-        self._wanted = self._populating = 0
-        self._memory = _Memory(device, Region(self.nbytes))
+        self._keep = keep and pin != "off"
+        kept = _shelf.take(device, self._slot_nbytes, slots) if self._keep else None
+        self._memory = kept or _Memory(device, Region(self.nbytes))
         self._lock = self._memory.lock  # slots, and the order of copies and events on the stream
-        self._segments = _segments(slots, self._slot_nbytes)
+        ready = min(slots, self._memory.ready_slots)
+        self._wanted = self._populating = ready
+        if ready:
+            self._ladder.how += ", by a load before"
+            self.how = self._ladder.how
+        self._segments = _segments(slots, self._slot_nbytes, ready)
         try:
             self._slots = self._make_slots()
         except BaseException:
@@ -124,6 +144,7 @@ class Ring:
             event = self._device.new_event()
             self._memory.events.append(event)
             slots.append(Slot(index, view[index * nbytes : (index + 1) * nbytes], segment, event))
+            slots[-1].pinned = segment.settled.is_set()
         return slots
 
     # -- slots -----------------------------------------------------------------------------------------------------------------
@@ -219,7 +240,7 @@ class Ring:
             self._work.notify_all()
 
     def _start_threads(self) -> None:
-        for i in range(min(_THREADS, len(self._slots), available_cpus())):
+        for i in range(min(_THREADS, len(self._slots) - self._populating, available_cpus())):
             thread = threading.Thread(target=self._prepare, name=f"headrace-pin-{i}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -319,9 +340,23 @@ class Ring:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        if not self._finalizer.alive:
+            return
+        ready = self._ready_slots() if self._keep else 0
         for segment in self._segments:
             segment.settled.set()
-        self._finalizer()
+        if not ready or not _shelf.put(self._memory, self._slot_nbytes, ready):
+            self._finalizer()
+        self._finalizer.detach()
+
+    def _ready_slots(self) -> int:
+        """How many slots, from the first on, are page-locked where they were made."""
+        ready = 0
+        for slot in self._slots:
+            if not slot.pinned or slot.owner is not None or not slot.segment.settled.is_set():
+                break
+            ready += 1
+        return ready
 
 
 class _Ladder:
@@ -360,12 +395,14 @@ class _Memory:
     Attributes:
         closed: nothing may be queued or registered any more; changes under `lock`.
         untracked: copies may be under way whose end no event tells of. `outside`: so there are, and nothing is wrong.
+        ready_slots: how many slots a load before has page-locked.
     """
 
     def __init__(self, device: Device, region: Region) -> None:
         self.device, self.region = device, region
         self.lock, self.closed, self.untracked, self.outside = threading.Lock(), False, False, False
         self._pinning = threading.Lock()
+        self.ready_slots = 0
         self.owners: list[object] = []
         self.events: list[Any] = []
         self._pins: list[int] = []
@@ -383,23 +420,47 @@ class _Memory:
             self.device.pin(address, nbytes)
             self._pins.append(address)
 
-    def release(self) -> None:
-        """In a forked child nothing is undone: device and registrations are the parent's."""
-        if self._pid != os.getpid():
-            return
-        with self.lock:
-            self.closed = True
-        with self._pinning:
-            pins, self._pins = self._pins, []
+    @property
+    def is_ours(self) -> bool:
+        """Not in a forked child: device and registrations are the parent's."""
+        return self._pid == os.getpid()
+
+    def rest(self) -> bool:
+        """Wait for all copies, and keep nothing but the registered memory. False where it cannot be known that they are done."""
+        if not self.is_ours or self.untracked or self.owners:
+            return False
         events, self.events = self.events, []
-        drained = True
+        drained = self._drain(events)
+        with contextlib.suppress(DeviceError):
+            self.device.destroy(events)
+        self.untracked = not drained
+        self.outside = False
+        return drained
+
+    def wake(self) -> None:
+        """For the next load."""
+        self.closed = False
+
+    def _drain(self, events: Sequence[Any]) -> bool:
         try:
             for event in events:
                 self.device.synchronize(event)
             if self.untracked or self.outside:
                 self.device.drain()
         except DeviceError:
-            drained = False
+            return False
+        return True
+
+    def release(self) -> None:
+        """Undo all of it, but in a forked child."""
+        if not self.is_ours:
+            return
+        with self.lock:
+            self.closed = True
+        with self._pinning:
+            pins, self._pins = self._pins, []
+        events, self.events = self.events, []
+        drained = self._drain(events)
         for address in pins:
             try:
                 self.device.unpin(address)
@@ -418,11 +479,64 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _segments(slots: int, slot_nbytes: int) -> list[Segment]:
-    """1, 1, 2, 4, ... slots, up to `SEGMENT_NBYTES`."""
+class _Shelf:
+    """Memory that loads have left, page-locked: one ring for a device, in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[Device, tuple[int, _Memory]] = {}
+
+    def take(self, device: Device, slot_nbytes: int, slots: int) -> _Memory | None:
+        """What was left for rings of such slots, if it is long enough. Copies may not pass from one registration into another, so
+        slots of another length would not do."""
+        with self._lock:
+            kept_nbytes, memory = self._kept.get(device, (0, None))
+            if memory is None or kept_nbytes != slot_nbytes or memory.region.nbytes < slots * slot_nbytes or not memory.is_ours:
+                return None
+            del self._kept[device]
+        memory.wake()
+        return memory
+
+    def put(self, memory: _Memory, slot_nbytes: int, ready_slots: int) -> bool:
+        """Keep a ring's memory in place of what was kept for its device. False where it has to be released."""
+        if not memory.rest():
+            return False
+        memory.ready_slots = ready_slots
+        with self._lock:
+            if not self._kept:
+                atexit.register(self.clear)
+            _, before = self._kept.get(memory.device, (0, None))
+            self._kept[memory.device] = (slot_nbytes, memory)
+        if before is not None:
+            before.release()
+        return True
+
+    def clear(self) -> None:
+        """Release all of it."""
+        with self._lock:
+            kept, self._kept = list(self._kept.values()), {}
+        atexit.unregister(self.clear)
+        for _, memory in kept:
+            memory.release()
+
+
+_shelf = _Shelf()
+
+
+def release_kept() -> None:
+    """Give back the page-locked memory that loads with `keep` have left in this process."""
+    _shelf.clear()
+
+
+def _segments(slots: int, slot_nbytes: int, ready: int) -> list[Segment]:
+    """1, 1, 2, 4, ... slots, up to `SEGMENT_NBYTES`, behind those that are ready."""
     most = max(1, SEGMENT_NBYTES // slot_nbytes)
     found: list[Segment] = []
-    at = 0
+    if ready:
+        found.append(Segment(0, ready))
+        found[0].unpopulated = 0
+        found[0].settled.set()
+    at = ready
     while at < slots:
         last = min(slots, at + min(most, max(1, at)))
         found.append(Segment(at, last))
