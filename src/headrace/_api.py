@@ -396,6 +396,13 @@ def read(checkpoint: Checkpoint, name: str, index: Index | None = None) -> torch
     return load(checkpoint, names=[name], slices=slices, memory_limit=info.nbytes)[name]
 
 
+def release_staging() -> None:
+    """Give back the page-locked memory that loads with `keep_staging="on"` have left in this process for the next ones."""
+    from headrace._ring import release_kept
+
+    release_kept()
+
+
 def hold(
     url: Location,
     *,

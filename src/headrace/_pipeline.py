@@ -196,6 +196,7 @@ class DeviceLanding:
             ),
             pin=staging.pin,
             on_degraded=self._degrade,
+            keep=staging.keep,
         )
         self._progress.staging_nbytes = ring.nbytes
         return ring

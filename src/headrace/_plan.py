@@ -73,6 +73,7 @@ class Staging:
         ahead_nbytes: device memory of spans that the caller has not been given yet; one span is always granted.
         pin: whether the ring is page-locked: 'off', 'auto' or 'require'.
         cast_at: where dtypes are converted: 'host', 'device', or 'bus': on the host if that sends fewer bytes.
+        keep: whether the ring stays for the next load.
     """
 
     slots: int
@@ -80,6 +81,7 @@ class Staging:
     ahead_nbytes: int
     pin: str = "auto"
     cast_at: str = "device"
+    keep: bool = False
 
     @property
     def chunk_nbytes(self) -> int:
