@@ -19,6 +19,7 @@ from hypothesis import settings
 
 # Times differ too much between machines for a limit per example; pytest-timeout stops what hangs.
 settings.register_profile("headrace", deadline=None)
+settings.register_profile("soak", deadline=None, max_examples=1000, database=None)  # scripts/soak --fuzz
 settings.load_profile("headrace")
 
 _DESCRIPTORS = Path("/proc/self/fd")

@@ -23,6 +23,7 @@ sys.path.insert(0, str(SCRIPTS))  # and stays: processes that a case starts impo
 
 from _soak.__main__ import Soak, main  # noqa: E402
 from _soak.cases import Case, Shard, Tensor, Trouble, draw_case  # noqa: E402
+from _soak.fuzzing import count_examples  # noqa: E402
 from _soak.judging import SECRET, WrongError, check_error, explained  # noqa: E402
 from _soak.keeping import Keeper  # noqa: E402
 from _soak.troubles import SERVER  # noqa: E402
@@ -129,6 +130,14 @@ def test_a_thread_a_descriptor_and_a_file_that_are_left_are_wrong(tmp_path: Path
         ended.set()
         thread.join()
         watch.check(0)
+
+
+def test_examples_are_counted_by_property() -> None:
+    told = (
+        "tests/test_a.py::test_x[1]:\n\n    - 7 passing examples, 1 failing examples, 9 invalid examples\n"
+        "tests/test_a.py::test_x[2]:\n\n    - 2 passing examples, 0 failing examples, 0 invalid examples\n1 passed in 2 s\n"
+    )
+    assert count_examples(told) == {"test_x": 10}
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
-"""What scripts/soak has found and was mended: the smallest case of each kind."""
+"""What scripts/soak and the fuzzing beside it have found, and was mended: the smallest case of each kind."""
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,8 @@ from simulated_gpu import needs_compiler, simulated_gpu
 from test_exchange import values
 
 import headrace
-from headrace.errors import DeviceError
+from headrace.errors import DeviceError, SourceError
+from headrace.sources.http import Access, Policy, open_http
 from headrace.sources.memory import MemorySource
 
 EMPTY = ("F32", (3, 0))
@@ -59,3 +64,33 @@ def test_a_device_that_cannot_make_another_event_keeps_none(after: int) -> None:
         with pytest.raises(DeviceError):
             headrace.load(MemorySource(serialize(contents)), device=gpu.device, memory_limit=0, concurrency=3)
         assert gpu.runtime.live().events == 0
+
+
+@pytest.mark.parametrize("line", [b"no field", b"Server\xff", b"X Y", b"\x01"])
+@pytest.mark.parametrize("last", [b"Transfer-Encoding: chunked", b"Content-Length: 4"])
+def test_an_answer_with_a_line_that_is_no_field_is_refused(line: bytes, last: bytes) -> None:
+    """What follows it may be what says how long the body is."""
+    body = b"4\r\nDATA\r\n0\r\n\r\n" if last.startswith(b"Transfer") else b"DATA"
+    head = [b"HTTP/1.1 206 Partial Content", b"Content-Range: bytes 0-3/4", line, last]
+    with scripted(b"\r\n".join([*head, b"", body])) as url, pytest.raises(SourceError) as caught:
+        open_http(url, access=Access(policy=Policy(attempts=1)))
+    assert caught.value.attempts == 1
+
+
+@contextmanager
+def scripted(answer: bytes) -> Iterator[str]:
+    """A server that gives one connection this answer, whatever it asks for."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            sock, _ = listening.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(answer)
+                sock.shutdown(socket.SHUT_WR)
+                sock.recv(65536)
+
+        thread = threading.Thread(target=serve, name="test-scripted")
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/model.safetensors"
+        thread.join()

@@ -3,6 +3,7 @@
 Usage:
   scripts/soak [--minutes 60] [--seed N] [--json FILE]
   scripts/soak --replay SEED [--times N]
+  scripts/soak --fuzz [--minutes 60] [--seed N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from ranks import prepare_ranks
 
 from _soak.cases import Case, draw_case
+from _soak.fuzzing import fuzz
 from _soak.grouping import run_group
 from _soak.judging import WrongError
 from _soak.keeping import Keeper
@@ -87,7 +90,7 @@ class Soak:
         self.report.add(case, result, resident_nbytes())
         return True
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """What was found, as JSON."""
         return self.report.as_json(
             peak_rss_mib=peak_resident_nbytes() >> 20,
@@ -121,10 +124,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="number of the first case; without one, any")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this case, and no other")
     parser.add_argument("--times", type=int, default=1, help="how often to replay it")
+    parser.add_argument("--fuzz", action="store_true", help="the properties of the tests instead, on many more examples")
     parser.add_argument("--json", type=Path, help="write the report there")
     given = parser.parse_args(arguments)
     first = given.replay if given.replay is not None else given.seed
     first = random.SystemRandom().randrange(1 << 40) if first is None else first
+    if given.fuzz:
+        return _report(fuzz(given.minutes, first), given.json)
     deadline = time.monotonic() + 60 * given.minutes
     with Soak(first) as soak:
         for number in count(first) if given.replay is None else [given.replay] * given.times:
@@ -132,10 +138,14 @@ def main(arguments: list[str] | None = None) -> int:
                 break
             soak.run(number)
         found = soak.summary()
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1))
+    return _report(found, given.json)
+
+
+def _report(found: dict[str, Any], path: Path | None) -> int:
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1))
     print(as_table(found))
-    return 1 if soak.report.failures or found["left_in_shared_memory"] else 0
+    return 1 if found["failures"] or found.get("left_in_shared_memory") else 0
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def draw_case(seed: int) -> Case:
         options = {name: value for name, value in options.items() if name not in ("mmap", "in_place")}
     if device == "gpu" and draw.random() < 0.4:
         troubles += (Trouble(draw.choice(list(CALLS)), draw.randrange(6), draw.choice([1, 1, 3, -1]), draw.getrandbits(32)),)
-    if arguments.get("ownership") == "copied":  # which a view of a file is not
+    if "ownership" in arguments:  # of which a view of a file knows nothing
         options.pop("mmap", None)
     if any(trouble.kind in SERVER and SERVER[trouble.kind].brisk for trouble in troubles):
         options |= {"stall_timeout_s": 0.3, "deadline_s": 2.0}

@@ -92,7 +92,8 @@ def as_table(found: dict[str, Any]) -> str:
         else:
             lines.append(f"{name.replace('_', ' '):34} {value:>10}")
     for failure in found["failures"]:
-        lines.append(f"WRONG: scripts/soak --replay {failure['seed']}\n{failure['what'].strip().splitlines()[-1][:400]}")
+        again = failure.get("command", f"scripts/soak --replay {failure['seed']}")
+        lines.append(f"WRONG: {again}\n{failure['what'].strip().splitlines()[-1][:400]}")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from email.errors import MissingHeaderBodySeparatorDefect
 from typing import Final, Protocol
 
 from headrace.sources.http._endpoint import Endpoint, Proxy
@@ -132,11 +133,26 @@ def _parse_head(raw: bytes) -> tuple[int, bool, Headers]:
     match = re.fullmatch(rb"HTTP/1\.([01]) +([1-5][0-9]{2})(?: .*)?\r?", line)
     if match is None:
         raise Failure("protocol", "what came back is not HTTP/1")
+    return int(match[2]), match[1] == b"1", Headers(_parse_fields(rest))
+
+
+# What nearly all servers send: fields of visible characters, each on one line. A tenth of the time that http.client takes.
+_PLAIN_FIELDS: Final = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e]*\r?\n)*\r?\n")
+
+
+def _parse_fields(raw: bytes) -> list[tuple[str, str]]:
+    """The fields of a head as they come: (name, value)."""
+    if _PLAIN_FIELDS.fullmatch(raw):
+        pairs = (line.partition(":") for line in raw.decode("ascii").split("\n") if line.rstrip("\r"))
+        return [(name, value.strip(" \t\r")) for name, _, value in pairs]
     try:
-        headers = Headers(http.client.parse_headers(io.BytesIO(rest)).items())
+        fields = http.client.parse_headers(io.BytesIO(raw))
     except http.client.HTTPException as exc:
         raise Failure("protocol", "the head of the answer cannot be read") from exc
-    return int(match[2]), match[1] == b"1", headers
+    if any(isinstance(defect, MissingHeaderBodySeparatorDefect) for defect in fields.defects):
+        # The parser stops at a line without a colon, and what it has not read may be what says how long the body is.
+        raise Failure("protocol", "the head of the answer has a line that is no field")
+    return list(fields.items())
 
 
 # ---- connections
@@ -406,15 +422,19 @@ class _Until:
             raise Failure("stalled", "the proxy did not answer in time")
 
 
+_LINE_ENDS: Final = re.compile(r"[\r\n\0]")
+_UNSENDABLE: Final = re.compile(r"[^\x21-\x7e]")
+
+
 def encode_request(method: str, target: str, headers: dict[str, str]) -> bytes:
     """The head of a request. Raises `Failure` for what would let a name or value begin a header, or a request, of its own."""
-    for name, value in headers.items():
-        if re.search(r"[\r\n\0]", f"{name}{value}"):
-            where = f"the header {name}" if name.isprintable() else "a header"
-            raise Failure("status", f"{where} has characters that cannot be sent, such as the line end after a key or token")
-    if re.search(r"[^\x21-\x7e]", target):
-        raise Failure("status", "the url has characters that cannot be sent")
     fields = [f"{name}: {value}" for name, value in headers.items()]
+    if _LINE_ENDS.search("".join(fields)):
+        name = next(name for name, value in headers.items() if _LINE_ENDS.search(f"{name}{value}"))
+        where = f"the header {name}" if name.isprintable() else "a header"
+        raise Failure("status", f"{where} has characters that cannot be sent, such as the line end after a key or token")
+    if _UNSENDABLE.search(target):
+        raise Failure("status", "the url has characters that cannot be sent")
     return "\r\n".join([f"{method} {target} HTTP/1.1", *fields, "\r\n"]).encode("latin-1", "replace")
 
 
