@@ -50,7 +50,7 @@ _set_up_vllm() {
     stub="$("$VLLM_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$VLLM_VERSION+cpu.dist-info"
     mkdir -p "$stub"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM_VERSION" >"$stub/METADATA"
-    _vllm_step "${pip[@]}" 'hatchling>=1.24' editables botocore pytest pytest-timeout hypothesis
+    _vllm_step "${pip[@]}" 'hatchling>=1.24' editables botocore 'google-auth[requests]' pytest pytest-timeout hypothesis
     _vllm_step "${pip[@]}" --no-build-isolation --no-deps -e "$ROOT"
     _vllm_stamp >"$VLLM_VENV/.ready"
     say "vLLM is ready"

@@ -58,6 +58,12 @@ class DefaultModelLoader(BaseModelLoader):
         cache = _hub_cache[model]
         return str(cache), sorted(map(str, cache.glob("*.safetensors"))), True, "model.safetensors.index.json"
 
+    def _get_weights_iterator(self, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.load_config.load_format == "auto"
+        for pattern in source.allow_patterns_overrides or ():
+            for name, tensor in torch.load(Path(source.model_or_path) / pattern, weights_only=True).items():
+                yield source.prefix + name, tensor
+
     def _init_ep_weight_filter(self, model_config: Any) -> None:
         self.local_expert_ids = getattr(model_config, "expert_ids", None)
 

@@ -332,10 +332,13 @@ class Programs:
         }
 
 
-def main(folder: str) -> None:
-    programs = Programs(folder)
-    names = [name for name in dir(programs) if name.startswith("program_")]
+def run_all(programs: Any, begin: tuple[str, ...] = ("",)) -> None:
+    names = [name for name in dir(programs) if name.startswith("program_") and name.startswith(begin)]
     json.dump({name: outcome(getattr(programs, name)) for name in names}, sys.stdout)
+
+
+def main(folder: str) -> None:
+    run_all(Programs(folder))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The interface of Run:ai Model Streamer, on headrace: the same programs see the same, and what Run:ai gets wrong is right.
 
-Where Run:ai's own package is installed in the environment of the benchmarks, `runai_programs` runs with both and is compared.
+Where Run:ai's own package is installed in an environment of its own, `runai_programs` runs with both and is compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ from headrace.testing.sources import read
 
 TESTS = Path(__file__).parent
 PROGRAMS = TESTS / "runai_programs.py"
-THEIRS = TESTS.parent / ".cache" / "bench-peers" / "bin" / "python"
+CACHE = TESTS.parent / ".cache"  # either of the environments that may have the real package
+THEIRS = next((each for each in (CACHE / "runai/venv/bin/python", CACHE / "bench-peers/bin/python") if each.exists()), CACHE)
 ACCESS_KEY, SECRET = "AKIATESTTESTTEST0001", "sEcReTsEcReTsEcReT0123456789abcdefABCDEF"
 AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -177,8 +178,8 @@ def ours(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, Any]:
-    if not THEIRS.exists():
-        pytest.skip("Run:ai's package is not installed; scripts/bench puts it into .cache/bench-peers")
+    if THEIRS == CACHE:
+        pytest.skip("Run:ai's package is not installed; scripts/test --runai puts it into .cache/runai")
     if run(THEIRS, "-c", "import runai_model_streamer").returncode:
         pytest.skip(f"{THEIRS} has no runai_model_streamer")
     return seen(THEIRS, folder)

@@ -1,6 +1,6 @@
 """The loaders for vLLM, on a fake of the little that they use of it: keys, filters, places, registration, hooks.
 
-tests/vllm has what needs vLLM itself; `scripts/test --vllm` runs it.
+tests/vllm_jobs has what needs vLLM itself; `scripts/test --vllm` runs it.
 """
 
 from __future__ import annotations

@@ -109,7 +109,12 @@ def _folder(path: str, credentials: S3Credentials | None) -> Folder:
 
 def _sizes(folder: Folder, *, recursive: bool) -> dict[str, int]:
     if hasattr(folder, "list_keys"):  # a listing of a store tells the sizes
-        entries = folder.list_keys(recursive=recursive)
+        try:
+            entries = folder.list_keys(recursive=recursive)
+        except SourceNotFoundError as exc:
+            if exc.status is not None:
+                raise
+            return {}
         return {entry.name: entry.nbytes for entry in entries}
     names = folder.walk() if recursive and hasattr(folder, "walk") else folder.names()
     if not is_url(folder.url):

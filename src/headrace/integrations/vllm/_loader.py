@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.headrace")
 
-_STANDS_ON: Final = ("_init_ep_weight_filter", "_init_mm_encoder_only_weight_filter", "track_weights_loading", "Source")
+_STANDS_ON: Final = (
+    "_get_weights_iterator",
+    "_init_ep_weight_filter",
+    "_init_mm_encoder_only_weight_filter",
+    "track_weights_loading",
+    "Source",
+)
 _FIRST: Final = "headrace_first_model"  # set on a model's config: what `model` was when its weights were first loaded
 
 
@@ -93,6 +99,8 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
             )
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
+        if _is_pickled(source):
+            return self._read_pickled(source)
         checkpoint = self._open(source, index_from, metadata)
         names = kept_names(checkpoint, is_skipped=self._skips(source, checkpoint), is_unneeded=self._unneeded())
         if len(checkpoint) and not names:
@@ -109,6 +117,18 @@ class HeadraceModelLoader(DefaultModelLoader):  # type: ignore[misc]
             log=log,
         )
         return prefixed(source.prefix, pairs) if source.prefix else pairs
+
+    def _read_pickled(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights in files of pickle, as some models have for their small heads: by vLLM's own loader."""
+        if "://" in source.model_or_path:
+            raise OptionError(
+                f"{', '.join(source.allow_patterns_overrides)} of {source.model_or_path} are no safetensors, and such files are "
+                "loaded from folders only: fetch the model with `headrace pull`, and give the folder",
+                option="model",
+            )
+        config = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
+        pairs: Iterator[tuple[str, torch.Tensor]] = DefaultModelLoader(config)._get_weights_iterator(source)
+        return pairs
 
     def _open(self, source: Any, index_from: str | None, metadata: str | None) -> headrace.Checkpoint:
         place: Any = str(source.model_or_path)
@@ -275,6 +295,12 @@ def with_revision(place: str, revision: str | None) -> str:
     if not place.startswith("hf://") or revision is None or not slash or "@" in name:
         return place
     return f"hf://{repository}/{name}@{revision}{slash_2}{path}"
+
+
+def _is_pickled(source: Any) -> bool:
+    """Whether the only files that count are named, and are none of safetensors."""
+    patterns = source.allow_patterns_overrides
+    return bool(patterns) and all(pattern.endswith((".pt", ".bin", ".pth")) for pattern in patterns)
 
 
 def _moved(source: Any, folder: str, place: str) -> Any:
