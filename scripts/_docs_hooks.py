@@ -24,6 +24,7 @@ _BESIDE = {  # the first that fits counts
     "README.md": "index.md",
 }
 _LINK_TO_CODE = re.compile(r"\[[^\]]*\]\(((?:(?:examples|src|tests|scripts|benchmarks)/|LICENSE)[^)]*)\)")  # has no page here
+_LINK_TO_PAGE = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?:\.\./)*(?P<page>(?:tuning|reliability|gpu)\.md)[^)]*\)")
 _SECTION = re.compile(r"^(?P<indent> *)(?P<title>Args|Attributes|Raises):\n(?P<body>(?:(?P=indent) +\S.*(?:\n|\Z))+)", re.M)
 _SEVERAL = re.compile(r"^(?P<names>\w+(?:, \w+)+)(?P<rest>: .*)", re.S)
 _ERRORS = re.compile(r"^[A-Z]\w+(?:, [A-Z]\w+)*: ")
@@ -40,8 +41,12 @@ def on_config(config: Any) -> Any:
     """Leave out of the navigation what is not written yet."""
     for section in config.nav:
         for pages in section.values():
-            pages[:] = [page for page in pages if page in _GENERATED or (ROOT / "docs" / page).exists()]
+            pages[:] = [page for page in pages if page in _GENERATED or _is_written(page)]
     return config
+
+
+def _is_written(page: str) -> bool:
+    return (ROOT / "docs" / page).exists()
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -55,7 +60,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links of pages to files beside docs/ lead to these pages here."""
     for theirs, ours in _BESIDE.items():
         markdown = markdown.replace(f"../{theirs}", ours)
-    return markdown
+    return _LINK_TO_PAGE.sub(lambda link: link[0] if _is_written(link["page"]) else link["text"], markdown)
 
 
 def _contributing() -> str:
