@@ -5,6 +5,7 @@ Here adapters of storage are picked, and wrapped where what they read is to be v
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from headrace._manifest import MANIFEST_NAME, Manifest, manifest_of
 from headrace._metadata import Metadata
 from headrace._options import Options
 from headrace._verification import Verification, read_manifest
-from headrace.errors import OptionError
+from headrace.errors import OptionError, SourceNotFoundError
 from headrace.sources.base import ByteSource, Folder
 from headrace.sources.file import FileFolder, FileSource
 from headrace.sources.mapped import MappedSource
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 Location: TypeAlias = "str | os.PathLike[str] | Checkpoint | ByteSource | Folder | Sequence[str | os.PathLike[str] | ByteSource]"
 _ALMOST_A_URL = re.compile(r"(?P<scheme>s3|gs|az|abfss?|hf|https?):/?(?=[^/:])", re.IGNORECASE)
+_LIKE_A_REPOSITORY = re.compile(r"[\w-]+/[\w.-]+")
 Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, Any] | None"
 
 
@@ -134,6 +136,9 @@ def _open_path(path: Path, options: Options, verification: Verification | None, 
     if path.name.endswith(INDEX_SUFFIX):
         folder = _checked_folder(verification, _folder(path.parent, options))
         return open_folder(folder, options, index=path.name, metadata=metadata)
+    if _LIKE_A_REPOSITORY.fullmatch(str(path)) and not path.parent.exists():
+        hint = f"check the path; a model of the Hugging Face hub is hf://{path}"
+        raise SourceNotFoundError(f"there is no {path} here: {hint}", url=str(path), status=errno.ENOENT)
     return open_files([_file_opener(path, options, verification)], str(path), options, metadata=metadata)
 
 

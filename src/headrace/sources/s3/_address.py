@@ -43,7 +43,8 @@ def parse_url(url: str) -> tuple[str, str]:
     bucket, _, key = rest.partition("/")
     if not separator or scheme.lower() != "s3" or not _BUCKET.fullmatch(bucket):
         # Not quoted back: somebody may have put a key and its secret before the bucket.
-        raise OptionError("an object in S3 is given as s3://bucket/key, without user or host", option="url")
+        shape = "s3://bucket/key, the bucket's name from 2 letters, digits, '.', '-' and '_' on, without user or host"
+        raise OptionError(f"an object in S3 is given as {shape}", option="url")
     if "\0" in key:
         raise OptionError("the key has a NUL in it", option="url")
     return bucket, key
