@@ -66,21 +66,21 @@ MUTANTS = (
     ),
     Mutant(
         "unregistered while copies are under way",
-        "_ring.py",
+        "_pinned.py",
         "            for event in events:\n                self.device.synchronize(event)\n",
         "",
         "close_with_copies or stops_early",
     ),
     Mutant(
         "a copy without an event is not waited for",
-        "_ring.py",
+        "_pinned.py",
         "            if self.untracked or self.outside:\n",
         "            if self.outside:\n",
         "a_call_that_fails",
     ),
     Mutant(
         "files are let go while they are copied from",
-        "_ring.py",
+        "_pinned.py",
         "            if self.untracked or self.outside:\n",
         "            if self.untracked:\n",
         "leaving_early",
@@ -102,10 +102,10 @@ MUTANTS = (
         "unregistration_that_fails or failure_takes_the_last_error_back",
         suite=_SUITES,
     ),
-    Mutant("a registration leaks", "_ring.py", "for address in pins:", "for address in pins[1:]:", "stops_early"),
+    Mutant("a registration leaks", "_pinned.py", "for address in pins:", "for address in pins[1:]:", "stops_early"),
     Mutant(
         "unmapped before it was unregistered",
-        "_ring.py",
+        "_pinned.py",
         "        with self._pinning:\n            pins, self._pins = self._pins, []\n",
         "        with self._pinning:\n            pins, self._pins = self._pins, []\n"
         "        _libc.munmap(ctypes.c_void_p(self.region.address), ctypes.c_size_t(self.region.nbytes))\n",

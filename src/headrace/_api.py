@@ -398,7 +398,7 @@ def read(checkpoint: Checkpoint, name: str, index: Index | None = None) -> torch
 
 def release_staging() -> None:
     """Give back the page-locked memory that loads with `keep_staging="on"` have left in this process for the next ones."""
-    from headrace._ring import release_kept
+    from headrace._pinned import release_kept
 
     release_kept()
 
