@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import Parts
-from headrace._blocks import Cutout, blocks_of, choose_blocked, packed, placed, stretches_of
+from headrace._blocks import Cutout, blocks_of, choose_blocked, packed, stretches_of
 from headrace._header import TensorInfo
 
 
@@ -77,40 +77,22 @@ def test_parts_of_the_blocks_make_up_the_slice_and_every_element_is_read_once(
 
 
 @given(slices(), st.integers(1, 200))
-def test_packed_parts_are_the_elements_that_are_wanted_and_come_out_in_their_places(
-    case: tuple[tuple[int, ...], tuple[Any, ...]], most: int
-) -> None:
+def test_a_blocks_part_is_the_next_stretch_of_the_slice(case: tuple[tuple[int, ...], tuple[Any, ...]], most: int) -> None:
     shape, index = case
     array = np.arange(np.prod(shape))
     stretches = stretches_of(shape, index)
     assert stretches is not None
-    result = np.full(picked(array.reshape(shape), index).shape, -1)
+    wanted = picked(array.reshape(shape), index).reshape(-1)
+    found, placed = list[int](), np.full(wanted.shape, -1)
     for offset, count, cutouts in blocks_of(shape, stretches, most):
         packing = packed(cutouts)
-        sent = np.full(packing.elements, -1)
-        for cutout in packing.pack:
-            take(array[offset : offset + count], sent, cutout)
-        assert (sent >= 0).all()
-        for cutout in packing.unpack:
-            take(sent, result.reshape(-1), cutout)
-    assert result.tolist() == picked(array.reshape(shape), index).tolist()
-
-
-@given(slices(), st.integers(1, 200))
-def test_a_blocks_part_is_one_stretch_of_the_result(case: tuple[tuple[int, ...], tuple[Any, ...]], most: int) -> None:
-    shape, index = case
-    array = np.arange(np.prod(shape)).reshape(shape)
-    stretches = stretches_of(shape, index)
-    assert stretches is not None
-    found: list[int] = []
-    for offset, count, cutouts in blocks_of(shape, stretches, most):
-        first, moved = placed(cutouts)
-        part = np.full(packed(cutouts).elements, -1)
-        for cutout in moved:
-            take(array.reshape(-1)[offset : offset + count], part, cutout)
-        assert first == len(found) or not len(part)
+        part = np.full(packing.elements, -1)
+        for cutout in packing.cutouts:
+            take(array[offset : offset + count], part, cutout)
+        assert packing.first == len(found) or not packing.elements
         found += part.tolist()
-    assert found == picked(array, index).reshape(-1).tolist()
+        take(part, placed, packing.unpack())
+    assert found == placed.tolist() == wanted.tolist()
 
 
 @given(slices(), st.integers(1, 200))

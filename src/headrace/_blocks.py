@@ -38,17 +38,20 @@ class Cutout(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """A rank's part of a block without what lies between; counted in elements.
+    """A rank's part of a block, without what lies between: one stretch of its slice. Counted in elements.
 
     Attributes:
-        pack: what is taken out of the block, and where it stands among the packed elements.
-        unpack: the same elements, out of the packed ones into the tensor's memory.
-        elements: how many they are.
+        cutouts: what is taken out of the block, and where it stands in the stretch.
+        first: where the stretch begins in the slice. `elements`: how many they are.
     """
 
-    pack: list[Cutout]
-    unpack: list[Cutout]
+    cutouts: list[Cutout]
+    first: int
     elements: int
+
+    def unpack(self) -> Cutout:
+        """The stretch, to its place in the tensor's memory."""
+        return Cutout((self.elements,), 0, (1,), self.first, (1,))
 
 
 class _Block(NamedTuple):
@@ -230,20 +233,11 @@ def cutouts_of(block: _Block, shape: Sequence[int], stretches: Sequence[_Stretch
 
 
 def packed(cutouts: Sequence[Cutout]) -> Packing:
-    """The elements of cutouts one after another."""
-    pack, unpack, at = list[Cutout](), list[Cutout](), 0
-    for cutout in cutouts:
-        pitches = tuple(_pitches(cutout.shape))
-        pack.append(cutout._replace(target=at, target_strides=pitches))
-        unpack.append(cutout._replace(source=at, source_strides=pitches))
-        at += math.prod(cutout.shape)
-    return Packing(pack, unpack, at)
-
-
-def placed(cutouts: Sequence[Cutout]) -> tuple[int, list[Cutout]]:
-    """(first element of the result that they fill, the same cutouts with targets counted from there)."""
-    first = min((cutout.target for cutout in cutouts if all(cutout.shape)), default=0)
-    return first, [cutout._replace(target=cutout.target - first) for cutout in cutouts if all(cutout.shape)]
+    """The elements of a block's cutouts, as they lie in the slice."""
+    found = [cutout for cutout in cutouts if all(cutout.shape)]
+    first = min((cutout.target for cutout in found), default=0)
+    moved = [cutout._replace(target=cutout.target - first) for cutout in found]
+    return Packing(moved, first, sum(math.prod(cutout.shape) for cutout in moved))
 
 
 def _cutouts(

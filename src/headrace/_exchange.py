@@ -488,19 +488,19 @@ class _Exchange:
                 return
         # Everybody hears how everybody is: who fails after its last turn could not say so.
         failed = self._leaving if self._leaving is not None and self._leaving.status == FAILED else None
-        for rank, status in enumerate(self._peers.gather_statuses(_status(failed))):
+        for rank, status in enumerate(self._peers.gather_statuses(status_of(failed))):
             if rank != self._peers.rank:
-                _check(status, rank)
+                check_status(status, rank)
 
     def _broadcast(self, read: Read, owner: int, offer: _Offer | None) -> None:
         """A read that every rank takes whole."""
         owns = owner == self._peers.rank
-        status = _status(self._leaving if owns else None)
+        status = status_of(self._leaving if owns else None)
         in_place = offer is not None and (owns or len(offer.memory) == 1)
         data = _joined(offer.memory) if offer and in_place else torch.empty(landing_nbytes(read), dtype=torch.uint8)
         self._peers.broadcast([status, data], owner)
         if not owns:
-            _check(status, owner)
+            check_status(status, owner)
         if offer is not None:
             if not in_place:
                 _divide(data, offer.memory)
@@ -515,17 +515,17 @@ class _Exchange:
             parts = torch.empty(sum(sizes), dtype=torch.uint8)
             if offer is not None:
                 _pack(offer, packings, sizes, parts)
-            self._peers.scatter(_status(self._leaving), parts, sizes, owner)
+            self._peers.scatter(status_of(self._leaving), parts, sizes, owner)
             if offer is not None:
                 offer.take_part(offer.memory[0])
                 self._finish(offer, sent=True, nbytes=parts.nbytes)
             return
-        mine, status = packed(self.blocks.cutouts[read.span, read.position]), _status(None)
+        mine, status = packed(self.blocks.cutouts[read.span, read.position]), status_of(None)
         parts = torch.empty(mine.elements * itemsize, dtype=torch.uint8)
         self._peers.scatter(status, parts, [parts.nbytes if rank == own else 0 for rank in range(self._peers.size)], owner)
-        _check(status, owner)
+        check_status(status, owner)
         if offer is not None:
-            offer.take_part(parts.numpy().data, mine.unpack)
+            offer.take_part(parts.numpy().data, [mine.unpack()])
             self._finish(offer, sent=False, nbytes=parts.nbytes)
 
 
@@ -534,18 +534,18 @@ def _pack(offer: _Offer, packings: Sequence[Packing], sizes: Sequence[int], part
     assert offer.part is not None
     same, at, into = Copy(offer.part.copy.source, offer.part.copy.source), 0, parts.numpy().data
     for packing, nbytes in zip(packings, sizes, strict=True):
-        for cutout in packing.pack if nbytes else ():
+        for cutout in packing.cutouts if nbytes else ():
             copy_cutout(offer.memory[0], into[at : at + nbytes], cutout, same)
         at += nbytes
 
 
-def _status(leaving: Leaving | None) -> torch.Tensor:
+def status_of(leaving: Leaving | None) -> torch.Tensor:
     status, blamed, why = leaving if leaving is not None else (WELL, 0, "")
     message = bytes([status]) + blamed.to_bytes(4, "little") + why.encode()[: _STATUS_NBYTES - 5]
     return torch.frombuffer(bytearray(message.ljust(_STATUS_NBYTES, b"\0")), dtype=torch.uint8)
 
 
-def _check(status: torch.Tensor, rank: int) -> None:
+def check_status(status: torch.Tensor, rank: int) -> None:
     message = bytes(status.tolist())
     blamed, why = int.from_bytes(message[1:5], "little"), message[5:].rstrip(b"\0").decode(errors="replace")
     check_left(Leaving(message[0], blamed, why), rank)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import pickle
 import socket
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from headrace.errors import HeadraceError, OptionError, PeerError
 
 _TIMEOUT_S: Final = 120.0
+_POLL_S: Final = 0.0005
 _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, after a connection broke
 
 _loads = Counter[str]()  # by group: all ranks of one begin their loads together in the same order
@@ -50,7 +53,8 @@ class Peers:
         timeout_s: how long a rank may give no sign of life, or keep the others waiting for the start.
 
     Attributes:
-        rank, size: this rank within the group, and how many there are.
+        rank, size: this rank within the group, and how many there are. `members`: their ranks in the world.
+        group: the caller's.
         timeout_s: as resolved.
 
     Raises:
@@ -66,13 +70,14 @@ class Peers:
         members = dist.get_process_group_ranks(dist.group.WORLD if group is True or group == "node" else group)
         if dist.get_rank() not in members:
             raise OptionError("this process is not in the group", option="group")
+        self.group = dist.group.WORLD if group is True or group == "node" else group
         self._join(members)
         if group == "node":
             nodes = self.gather(_node())
             self._join([member for member, node in zip(members, nodes, strict=True) if node == nodes[self.rank]])
 
     def _join(self, members: Sequence[int]) -> None:
-        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        self.rank, self.size, self.members = members.index(dist.get_rank()), len(members), list(members)
         name = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
         self._store = dist.PrefixStore(f"headrace/{name}/{_loads[name]}", _get_default_store())  # type: ignore[attr-defined]
         _loads[name] += 1
@@ -132,7 +137,7 @@ class Peers:
                 timedelta(seconds=self.timeout_s),
             )
         except RuntimeError as exc:
-            raise self._lost(exc) from exc
+            raise self.lost(exc) from exc
 
     def broadcast(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
         """Send, or receive into, these tensors. Raises PeerError where a rank is gone."""
@@ -144,7 +149,7 @@ class Peers:
         except PeerError:
             raise
         except RuntimeError as exc:
-            raise self._lost(exc) from exc
+            raise self.lost(exc) from exc
 
     def scatter(self, status: torch.Tensor, parts: torch.Tensor, sizes: Sequence[int], owner: int) -> None:
         """Send everybody the owner's status, and each rank a part of its own. Raises as `broadcast`.
@@ -167,7 +172,7 @@ class Peers:
         except PeerError:
             raise
         except RuntimeError as exc:
-            raise self._lost(exc) from exc
+            raise self.lost(exc) from exc
 
     def gather_statuses(self, status: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's status, in the order of ranks, over the connections. Raises as `broadcast`."""
@@ -177,8 +182,17 @@ class Peers:
         except PeerError:
             raise
         except RuntimeError as exc:
-            raise self._lost(exc) from exc
+            raise self.lost(exc) from exc
         return found
+
+    def await_alive(self, is_done: Callable[[], bool]) -> None:
+        """Until something is done, which may take as long as it likes while every rank gives signs of life. Raises PeerError."""
+        seen, since, nap = self._beats(), time.monotonic(), threading.Event()
+        while not is_done():
+            nap.wait(_POLL_S)
+            if time.monotonic() - since > self.timeout_s:
+                before, seen, since = seen, self._beats(), time.monotonic()
+                self._check_beats(before, seen)
 
     def beat(self, count: int) -> None:
         """Give a sign of life."""
@@ -208,11 +222,14 @@ class Peers:
                 if work.is_completed():
                     raise
                 before, seen = seen, self._beats()
-                silent = [rank for rank in range(self.size) if seen[rank] == before[rank] and rank != self.rank]
-                if silent:
-                    raise PeerError(f"rank {silent[0]} gave no sign of life for {self.timeout_s:g} s", rank=silent[0]) from None
+                self._check_beats(before, seen)
             else:
                 return
+
+    def _check_beats(self, before: Sequence[bytes], now: Sequence[bytes]) -> None:
+        silent = [rank for rank in range(self.size) if now[rank] == before[rank] and rank != self.rank]
+        if silent:
+            raise PeerError(f"rank {silent[0]} gave no sign of life for {self.timeout_s:g} s", rank=silent[0]) from None
 
     def _beats(self) -> list[bytes]:
         keys = [f"beat/{rank}" for rank in range(self.size)]
@@ -220,7 +237,7 @@ class Peers:
             return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
         return [b""] * self.size
 
-    def _lost(self, error: RuntimeError) -> PeerError:
+    def lost(self, error: RuntimeError) -> PeerError:
         """Who is gone, after a connection broke: the one that does not say within a while that it is alive."""
         rank = self._survey()
         named = f"rank {rank} is gone" if rank is not None else "the connection to another rank broke"

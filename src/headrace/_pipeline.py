@@ -46,7 +46,7 @@ log = logging.getLogger("headrace")
 class Relay(Protocol):
     """Carries out the reads that ranks do for each other; see `_relay`."""
 
-    def attach(self, ring: Ring, issue: Issue[Read]) -> None: ...
+    def attach(self, ring: Ring, issue: Issue[Read], place: Callable[[Read, int, int], None]) -> None: ...
     def takes(self, read: Read) -> bool: ...
     def fill(self, filler: SlotFiller, read: Read) -> Hops | None: ...
     def close(self) -> None: ...
@@ -181,7 +181,7 @@ class DeviceLanding:
             if self._ring is None:
                 self._ring = self._new_ring()
                 if self.relay is not None:
-                    self.relay.attach(self._ring, self.issue)
+                    self.relay.attach(self._ring, self.issue, self.place)
             return _DeviceFilling(SlotFiller(self._plan, self._sources), self._ring, self, self._views)
 
     def _new_ring(self) -> Ring:
@@ -359,6 +359,23 @@ class DeviceLanding:
             sent += stop - begin
         self._progress.device_copies += copies
         self._progress.sent_nbytes += sent
+
+    def place(self, read: Read, address: int, nbytes: int) -> None:
+        """Queue the copies of a read's bytes that are on the device already; the lock of the ring is held.
+
+        Raises:
+            DeviceMemoryError: what they belong to had to be put into host memory.
+        """
+        memory = self._memory[read.span]
+        start, end = read.position, read.position + nbytes
+        for part in memory.parts:
+            begin, stop = max(start, part.start), min(end, part.end)
+            if begin >= stop:
+                continue
+            if part.address is None:
+                message = f"no room on {self._device.name} for tensors that another node has read; give a smaller memory_limit"
+                raise DeviceMemoryError(message, device=self._device.name, requested=part.end - part.start, free=0)
+            self._device.move_async(part.address + begin - part.start, address + begin - start, stop - begin)
 
     def complete(self, index: int, span: Span) -> int:
         memory = self._memory[index]

@@ -11,7 +11,6 @@ filled, in the order of the plan, and another one waits for the events.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 from headrace import _node
 from headrace._addresses import address_of, move
-from headrace._blocks import Blocks, Cutout, Packing, placed
+from headrace._blocks import Blocks, Cutout, Packing, packed
 from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
 from headrace._exchange import Report, Share, describe, digest_of, share_reads
@@ -31,8 +30,9 @@ from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
 from headrace._ring import Issue, Ring
 from headrace._staging import PAGE, Region, round_up
+from headrace._wire import DeviceExchange, join_wire
 from headrace.devices.base import Device
-from headrace.errors import DeviceError, HeadraceError, OptionError, PeerError, StreamError
+from headrace.errors import DeviceError, HeadraceError, PeerError, StreamError
 from headrace.sources.base import ByteSource
 
 _BEAT_S: Final = 2.0
@@ -48,7 +48,7 @@ def join_relay(
     policy: str,
     device: Device,
     progress: Progress,
-) -> Relay:
+) -> Relay | DeviceExchange:
     """Agree with the other ranks on who reads what, and share memory with them. Arguments as of `_exchange.join_group`.
 
     Args:
@@ -56,7 +56,7 @@ def join_relay(
 
     Raises:
         PeerError: another rank failed, or is about to load something else.
-        OptionError: the ranks do not share memory.
+        OptionError: the ranks do not share memory, and their group has no backend for such devices.
     """
     share = share_reads(plan, sliced - blocks.names, peers.rank, peers.size, policy)
     peers.agree(plan=digest_of(plan, share, blocks.names))
@@ -67,9 +67,7 @@ def join_relay(
     slots = max(1, min(staging.slots, share.owners.count(peers.rank), _node.MOST_SLOTS))
     node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s, slots)
     if node is None:
-        raise OptionError(
-            "group= loads to devices among the ranks of one node only, and these do not share memory", option="group"
-        )
+        return join_wire(peers, plan, sources, share, blocks, policy, device, progress)
     describe(progress, peers, plan, share, policy, over_memory=True)
     return Relay(plan, sources, share, blocks, peers, node, device, progress)
 
@@ -127,8 +125,9 @@ class Relay:
         """Who is told of what others have read, and of ranks that failed. Before the start."""
         self.report = report
 
-    def attach(self, ring: Ring, issue: Issue[Read]) -> None:
+    def attach(self, ring: Ring, issue: Issue[Read], place: Callable[[Read, int, int], None]) -> None:
         """Begin: with the ring for what cannot be copied out of shared memory, and what queues copies. Once, by a reader."""
+        del place  # nothing comes by way of another device
         self._ring, self._issue = ring, issue
         for name, work in (("lock", self._locked.lock), ("exchange", self._receive_rounds), ("copies", self._await_copies)):
             thread = threading.Thread(target=self._run, args=(work,), name=f"headrace-{name}", daemon=True)
@@ -272,17 +271,15 @@ class Relay:
         tensors, row = self._plan.tensors, self._blocks.rows[read.span]
         on_device = self._plan.spans[read.span].cast is not None
         convert = Copy(tensors.sources[row], tensors.sources[row] if on_device else tensors.dtypes[row])
-        first, moved = placed(cutouts)
-        itemsize = DTYPES[convert.target].itemsize
-        elements = sum(math.prod(cutout.shape) for cutout in moved)
+        part, itemsize = packed(cutouts), DTYPES[convert.target].itemsize
 
         def fill(view: memoryview) -> None:
-            for cutout in moved:
+            for cutout in part.cutouts:
                 copy_cutout(block, view, cutout, convert)
 
-        if elements:
-            self._send_by_ring(read._replace(position=first * itemsize), elements * itemsize, fill)
-        return elements * DTYPES[convert.source].itemsize
+        if part.elements:
+            self._send_by_ring(read._replace(position=part.first * itemsize), part.elements * itemsize, fill)
+        return part.elements * DTYPES[convert.source].itemsize
 
     def _send_by_ring(self, read: Read, nbytes: int, fill: Callable[[memoryview], None]) -> int:
         """Bytes that `fill` puts into memory, to the device by a slot of this rank's own ring, or by several."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from headrace._relay import Relay
     from headrace._tables import SharedReading, Tables
     from headrace._trace import Tracer
+    from headrace._wire import DeviceExchange
     from headrace.devices.base import Destination, Device, HostTarget
 
 Into: TypeAlias = "Mapping[str, torch.Tensor] | Callable[[TensorInfo], torch.Tensor | None]"
@@ -474,7 +475,7 @@ class Request:
         counters: Progress,
         sliced: frozenset[str],
         blocks: Blocks,
-    ) -> GroupLanding | Relay:
+    ) -> GroupLanding | Relay | DeviceExchange:
         from headrace._exchange import join_group
         from headrace._landing import HostLanding
 

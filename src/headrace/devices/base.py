@@ -8,6 +8,7 @@ them by events. The engine knows nothing of torch or numpy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from headrace._addresses import Owner
@@ -100,6 +101,14 @@ class DeviceBuffer(Protocol):
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+
+
+class CollectiveDevice(Protocol):
+    """A device whose memory torch.distributed can exchange among nodes; what a `Device` may have as well."""
+
+    def collective(self, buffers: Sequence[DeviceBuffer]) -> AbstractContextManager[Sequence[Any]]:
+        """The buffers as tensors of bytes. What is called with them inside comes behind all that was queued on the copy stream,
+        and before what is queued there after its end has been waited for inside."""
 
 
 class Device(Protocol):

@@ -217,6 +217,17 @@ class SimulatedAllocator:
             block.visible = False
             self._simulated.library.sim_expose(block.address, False)
 
+    @contextmanager
+    def collective(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Gloo works in the host's memory, and at once: so all that was queued is done first, and the memory is open."""
+        self._runtime.drain(self.copy_stream)
+        with self._lock:
+            for tensor in tensors:
+                block = self._block_of(tensor)
+                if block is not None:
+                    self._show(block)
+        yield
+
     # -- kernels
 
     def convert(self, source: torch.Tensor, target: torch.Tensor, counts: Sequence[int]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,9 @@ class Allocator(Protocol):
 
     def fill(self, destination: Destination, tensor: torch.Tensor) -> None:
         """Queue `destination.fill_from(tensor)` on the copy stream."""
+
+    def collective(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        """Within it, what torch.distributed does with these tensors is ordered with the copy stream."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this device's memory."""
@@ -220,6 +223,12 @@ class CudaDevice:
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
         reference: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         return lambda: bool(reference.expired())
+
+    @contextmanager
+    def collective(self, buffers: Sequence[DeviceBuffer]) -> Iterator[list[torch.Tensor]]:
+        tensors = [_tensor_of(buffer) for buffer in buffers]
+        with self.allocator.collective(tensors):
+            yield tensors
 
     def destination(self, tensor: Any, name: str, dtype: str, shape: Sequence[int]) -> Destination:
         place = (self.name, self.allocator.holds)

@@ -111,6 +111,10 @@ class TorchAllocator:
         with torch.cuda.stream(self._stream):
             destination.fill_from(tensor)
 
+    def collective(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        del tensors  # their memory belongs to the copy stream
+        return torch.cuda.stream(self._stream)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._device
 

@@ -1,0 +1,471 @@
+"""Ranks of several nodes that load to devices together: what one of them has read goes from its device to the others'.
+
+The bytes go over the group's own backend for the device (NCCL, RCCL; Gloo where devices are simulated), on a group of its own
+with the same members, made once: nothing mixes with what the caller sends. The owner of a round copies what it has read to memory
+on its device; that is broadcast, or of a block (`_blocks`) every rank is sent its part; and each rank moves it to where it
+belongs, on its device. Before each round all ranks say over Gloo how they are, so that a rank that stops or fails is not waited
+for by a device, which could not be called back.
+
+Not verified with NCCL or RCCL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+
+from headrace._addresses import address_of, move
+from headrace._blocks import Blocks, packed
+from headrace._cast import copy_cutout
+from headrace._dtypes import DTYPES
+from headrace._exchange import Report, Share, check_status, describe, status_of
+from headrace._filling import Hops, SlotFiller, landing_nbytes
+from headrace._node import FAILED, STOPPED, Leaving
+from headrace._peers import Peers
+from headrace._plan import Copy, Plan, Read
+from headrace._progress import Progress
+from headrace._ring import Issue, Ring, Slot
+from headrace._staging import Region
+from headrace.devices.base import CollectiveDevice, Device, DeviceBuffer
+from headrace.errors import HeadraceError, OptionError, PeerError, StreamError
+from headrace.sources.base import ByteSource
+
+_BEAT_S: Final = 2.0
+_LEAVE_S: Final = 1.0
+_DEPTH: Final = 3  # rounds under way on the devices
+
+_wires: dict[tuple[tuple[int, ...], str], Any] = {}  # connections are made once: NCCL's take seconds, and a name is used once
+_kept_for_good: list[object] = []  # memory that a device may still write to
+
+
+def join_wire(
+    peers: Peers,
+    plan: Plan,
+    sources: Sequence[ByteSource],
+    share: Share,
+    blocks: Blocks,
+    policy: str,
+    device: Device,
+    progress: Progress,
+) -> DeviceExchange:
+    """Make the connections. Arguments as of `_relay.join_relay`; the ranks have agreed on the plan. Collective.
+
+    Raises:
+        OptionError: the group has no backend for such devices.
+    """
+    if not hasattr(device, "collective"):
+        raise OptionError(f"{device.name}: torch.distributed cannot reach its memory, and these ranks share none", option="group")
+    kind = device.wrap(None, ["U8"], [(0,)], [0], [0])[0].device.type
+    backend = backend_of(dist.get_backend_config(peers.group), kind)
+    if backend is None:
+        how = f"init_process_group('cpu:gloo,{kind}:nccl')"
+        raise OptionError(f"the group has no backend for {kind}; start it with {how}, or use group='node'", option="group")
+    peers.connect()
+    key = (tuple(peers.members), backend)
+    if key not in _wires:
+        _wires[key] = dist.new_group(peers.members, backend=backend, use_local_synchronization=True)
+    if _wires[key] is None:
+        raise PeerError("the connections of this group's devices broke in an earlier load; start the ranks again")
+    describe(progress, peers, plan, share, policy, over_memory=False)
+    progress.exchange = f"from device to device over {backend}, since they do not share memory: they are on several nodes"
+    if backend != "gloo":
+        progress.exchange += f" (headrace has not been verified over {backend})"
+    return DeviceExchange(plan, sources, share, blocks, peers, key, device, progress)
+
+
+def backend_of(config: str, kind: str) -> str | None:
+    """The backend that a group has for one kind of device, out of "cpu:gloo,cuda:nccl"."""
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair).get(kind)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A read for which there is memory on the device; where this rank owns it, with the bytes.
+
+    Attributes:
+        data: the bytes, in the slot or in memory of their own. Of a block: the parts of all ranks, this rank's last.
+        sent: set when the copies out of the slot are queued, or never will be; `taken` tells which.
+    """
+
+    read: Read
+    slot: Slot | None = None
+    data: memoryview | None = None
+    hops: Hops = field(default_factory=Hops)
+    sent: threading.Event = field(default_factory=threading.Event)
+    taken: bool = False
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round under way on the devices.
+
+    Attributes:
+        read: where its bytes belong. `asked`: the read of the plan.
+        start, nbytes: what of the memory is this rank's.
+    """
+
+    work: Any
+    buffer: DeviceBuffer
+    read: Read
+    asked: Read
+    start: int
+    nbytes: int
+    hops: Hops
+
+
+class DeviceExchange:
+    """The rounds of one load. Implements `_pipeline.Relay`.
+
+    Attributes:
+        report: the engine, told of reads that came in.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[ByteSource],
+        share: Share,
+        blocks: Blocks,
+        peers: Peers,
+        key: tuple[tuple[int, ...], str],
+        device: Device,
+        progress: Progress,
+    ) -> None:
+        self.report: Report | None = None
+        self._plan, self._sources, self._share, self._blocks = plan, sources, share, blocks
+        self._peers, self._key, self._device, self._progress = peers, key, device, progress
+        self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
+        self._ring: Ring | None = None
+        self._issue: Issue[Read] | None = None
+        self._place: Callable[[Read, int, int], None] | None = None
+        self._scratch: list[DeviceBuffer | None] = [None] * (_DEPTH + 1)
+        self._thread: threading.Thread | None = None
+        self._state = threading.Condition()  # guards what follows
+        self._offers: dict[int, _Offer] = {}
+        self._leaving: Leaving | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="headrace-beat", daemon=True).start()
+
+    # -- for the landing and its readers ---------------------------------------------------------------------------------------
+
+    def report_to(self, report: Report) -> None:
+        """Who is told of what came in, and of ranks that failed. Before the start."""
+        self.report = report
+
+    def attach(self, ring: Ring, issue: Issue[Read], place: Callable[[Read, int, int], None]) -> None:
+        """Begin: with the ring that reads go to, and what queues copies within the device. Once, by a reader."""
+        self._ring, self._issue, self._place = ring, issue, place
+        self._begin()
+
+    def takes(self, read: Read) -> bool:
+        """Whether a read is exchanged."""
+        return (read.span, read.position) in self._round_of
+
+    def fill(self, filler: SlotFiller, read: Read) -> Hops | None:
+        """Read what this rank owns; of the rest say that there is memory for it. The engine hears of both when they came in.
+
+        Raises:
+            What the source raises, after the others were told.
+        """
+        k = self._round_of[read.span, read.position]
+        try:
+            offer = _Offer(read, hops=Hops(received_nbytes=read.nbytes))
+            if self._share.owners[k] == self._peers.rank:
+                self._fill_own(offer, filler)
+            with self._state:
+                if self._leaving is None:
+                    self._offers[k] = offer
+                    self._state.notify_all()
+                else:
+                    offer.sent.set()
+            if offer.data is not None:
+                self._await_sent(offer)
+        except BaseException as exc:
+            self._fail(exc)
+            raise
+        return None
+
+    def close(self) -> None:
+        """The load is over. May be called twice. This rank's turn to say that it stops may be far off: the thread goes on."""
+        self.leave(STOPPED, "")
+        self._begin()  # also where nothing was ever asked for: the others have to hear of it
+        if self._thread is not threading.current_thread():
+            self._ended.wait(_LEAVE_S)
+
+    def leave(self, status: int, why: str, blamed: int | None = None) -> None:
+        """Take no part any more but to say so. The first reason counts."""
+        with self._state:
+            if self._leaving is not None or self._ended.is_set():
+                return
+            self._leaving = Leaving(status, self._peers.rank if blamed is None else blamed, why)
+            for offer in self._offers.values():
+                offer.sent.set()
+            self._offers.clear()
+            self._state.notify_all()
+
+    # -- what this rank reads --------------------------------------------------------------------------------------------------
+
+    def _fill_own(self, offer: _Offer, filler: SlotFiller) -> None:
+        assert self._ring is not None
+        read, slot = offer.read, self._ring.take()
+        try:
+            data, offer.hops = filler.fill_slot(read, slot.view)
+            self._sources[read.shard].check_unchanged()  # before the bytes go to others
+            if read.span in self._blocks.rows:
+                offer.data = self._pack(read, data)
+                self._ring.put_back(slot)
+            else:
+                offer.data, offer.slot = self._ring.settle(slot, data), slot
+        except BaseException:
+            self._ring.put_back(slot)
+            raise
+
+    def _pack(self, read: Read, block: memoryview) -> memoryview:
+        """All ranks' parts of a block, one after another, this rank's behind those of the others."""
+        packings, sizes, at = self._blocks.packings(read.span, read.position), self._part_sizes(read), 0
+        dtype = self._plan.tensors.sources[self._blocks.rows[read.span]]
+        same = Copy(dtype, dtype)
+        if not sum(sizes):
+            return memoryview(b"")
+        room = Region(sum(sizes))
+        for rank in (*(rank for rank in range(self._peers.size) if rank != self._peers.rank), self._peers.rank):
+            for cutout in packings[rank].cutouts:
+                copy_cutout(block, room.view[at : at + sizes[rank]], cutout, same)
+            at += sizes[rank]
+        return room.view[:at]
+
+    def _await_sent(self, offer: _Offer) -> None:
+        offer.sent.wait()
+        with self._state:
+            taken = offer.taken
+        if not taken:
+            if offer.slot is not None and self._ring is not None:
+                self._ring.put_back(offer.slot)
+            raise self._reason()
+
+    # -- the thread ------------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        with self._state:
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._run, name="headrace-exchange", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        under_way: deque[_Round] = deque()
+        try:
+            self._device.enter_thread()
+            self._exchange_rounds(under_way)
+        except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it
+            self._fail(exc)
+            self._settle(under_way)
+            if self.report is not None:
+                self.report.fail(exc)
+        finally:
+            self._settle(under_way)
+            self._scratch.clear()
+            self._peers.close()
+            self._ended.set()
+
+    def _exchange_rounds(self, under_way: deque[_Round]) -> None:
+        for k, owner in enumerate(self._share.owners):
+            while under_way and (len(under_way) == _DEPTH or not self._is_offered(k)):
+                self._complete(under_way.popleft())
+            offer = self._await_offer(k)
+            buffer = self._prepare(k, owner, offer) if offer is not None else None
+            if not self._meet():
+                return
+            assert offer is not None, "a rank without memory leaves"
+            assert buffer is not None
+            under_way.append(self._start(owner, offer, buffer))
+        while under_way:
+            self._complete(under_way.popleft())
+        self._meet(at_end=True)
+
+    def _meet(self, *, at_end: bool = False) -> bool:
+        """All ranks say how they are. False when this one leaves. From here on it takes part in the round, come what may.
+
+        Args:
+            at_end: a rank that has stopped has got everything, then.
+
+        Raises:
+            PeerError: another rank leaves, or is gone.
+        """
+        with self._state:
+            leaving = self._leaving if not at_end or (self._leaving and self._leaving.status == FAILED) else None
+        for rank, theirs in enumerate(self._peers.gather_statuses(status_of(leaving))):
+            if rank != self._peers.rank:
+                check_status(theirs, rank)
+        return leaving is None
+
+    def _is_offered(self, k: int) -> bool:
+        with self._state:
+            return k in self._offers or self._leaving is not None
+
+    def _await_offer(self, k: int) -> _Offer | None:
+        """None when this rank leaves."""
+        with self._state:
+            self._state.wait_for(lambda: k in self._offers or self._leaving is not None)
+            offer = self._offers.pop(k, None)
+            if offer is not None:
+                offer.taken = True
+            return offer
+
+    def _prepare(self, k: int, owner: int, offer: _Offer) -> DeviceBuffer | None:
+        """Memory on the device for a round, with the bytes where this rank has them. Before the others rely on it."""
+        try:
+            if offer.read.span not in self._blocks.rows:
+                nbytes = landing_nbytes(offer.read)
+            else:
+                sizes = self._part_sizes(offer.read)
+                nbytes = sum(sizes) if owner == self._peers.rank else sizes[self._peers.rank]
+            buffer = self._room(k, max(1, nbytes))
+            if owner == self._peers.rank:
+                self._to_device(offer, buffer)
+        except BaseException as exc:  # noqa: BLE001 - the others hear of it, and the caller's thread raises it
+            self._fail(exc)
+            if self.report is not None:
+                self.report.fail(exc)
+            return None
+        finally:
+            offer.sent.set()
+        return buffer
+
+    def _part_sizes(self, read: Read) -> list[int]:
+        """Bytes of each rank's part of a block."""
+        itemsize = DTYPES[self._plan.tensors.sources[self._blocks.rows[read.span]]].itemsize
+        return [packing.elements * itemsize for packing in self._blocks.packings(read.span, read.position)]
+
+    def _start(self, owner: int, offer: _Offer, buffer: DeviceBuffer) -> _Round:
+        """Have a round's bytes sent, on the devices."""
+        read, owns = offer.read, owner == self._peers.rank
+        try:
+            with cast("CollectiveDevice", self._device).collective([buffer]) as (whole,):
+                if read.span in self._blocks.rows:
+                    return self._scatter(owner, offer, buffer, whole)
+                nbytes, source = landing_nbytes(read), self._peers.members[owner]
+                work = dist.broadcast(whole[:nbytes], src=source, group=_wires[self._key], async_op=True)
+        except RuntimeError as exc:
+            raise self._peers.lost(exc) from exc
+        self._count(sent=nbytes * (self._peers.size - 1) if owns else 0, received=0 if owns else nbytes)
+        return _Round(work, buffer, read, read, 0, nbytes, offer.hops)
+
+    def _scatter(self, owner: int, offer: _Offer, buffer: DeviceBuffer, whole: torch.Tensor) -> _Round:
+        """Every rank's part of a block, from its owner's device to that rank's."""
+        read, rank, sizes = offer.read, self._peers.rank, self._part_sizes(offer.read)
+        first = packed(self._blocks.cutouts[read.span, read.position]).first
+        mine, none = sizes[rank], [0] * self._peers.size
+        if owner == rank:
+            sent = [nbytes if other != rank else 0 for other, nbytes in enumerate(sizes)]
+            ends, start = (whole[:0], whole[: sum(sent)], none, sent), sum(sent)
+        else:
+            ends, start = (whole[:mine], whole[:0], [mine if other == owner else 0 for other in range(len(sizes))], none), 0
+        work = dist.all_to_all_single(*ends, group=_wires[self._key], async_op=True)
+        self._count(sent=start, received=0 if owner == rank else mine)
+        itemsize = DTYPES[self._plan.tensors.sources[self._blocks.rows[read.span]]].itemsize
+        return _Round(work, buffer, read._replace(position=first * itemsize), read, start, mine, offer.hops)
+
+    def _count(self, *, sent: int, received: int) -> None:
+        self._progress.to_peers_nbytes += sent
+        self._progress.from_peers_nbytes += received
+
+    def _to_device(self, offer: _Offer, buffer: DeviceBuffer) -> None:
+        """Queue the copies of what this rank has read."""
+        ring, data = self._ring, offer.data
+        assert ring is not None
+        assert data is not None
+        if offer.slot is not None:
+            ring.send(offer.slot, self._copy_to, buffer.address, data)
+            return
+        at = 0
+        while at < data.nbytes:
+            slot = ring.take()
+            piece = slot.view[: min(slot.view.nbytes, data.nbytes - at)]
+            move(piece, data[at : at + piece.nbytes])
+            try:
+                piece = ring.settle(slot, piece)
+            except BaseException:
+                ring.put_back(slot)
+                raise
+            ring.send(slot, self._copy_to, buffer.address + at, piece)
+            at += piece.nbytes
+
+    def _copy_to(self, address: int, data: memoryview, pinned: bool) -> None:
+        self._device.copy_async(address, address_of(data), data.nbytes, pinned=pinned)
+        self._progress.device_copies += 1
+        self._progress.sent_nbytes += data.nbytes
+
+    def _room(self, k: int, nbytes: int) -> DeviceBuffer:
+        """Memory on the device for a round; the moves out of it are queued before its next round."""
+        at = k % len(self._scratch)
+        buffer = self._scratch[at]
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._scratch[at] = self._device.allocate(nbytes)
+        return buffer
+
+    def _complete(self, done: _Round) -> None:
+        """Wait for a round's bytes, on the host's clock: a device that waits for a rank that is gone cannot be called back. Then
+        move them to their place."""
+        self._await_work(done)
+        with self._state:
+            if self._leaving is not None:  # nobody asks for them any more
+                return
+        if done.nbytes:
+            assert self._ring is not None
+            self._ring.send_outside(self._move, done, memoryview(b""))
+        assert self.report is not None, "the engine is told of what comes in"
+        self.report.finish(done.asked, done.hops)
+
+    def _await_work(self, done: _Round) -> None:
+        self._peers.await_alive(done.work.is_completed)
+        try:
+            with cast("CollectiveDevice", self._device).collective([done.buffer]):
+                done.work.wait()
+        except RuntimeError as exc:
+            raise self._peers.lost(exc) from exc
+
+    def _move(self, done: _Round, data: memoryview, pinned: bool) -> None:
+        del data, pinned
+        assert self._place is not None
+        self._place(done.read, done.buffer.address + done.start, done.nbytes)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------------
+
+    def _settle(self, under_way: deque[_Round]) -> None:
+        """Wait for what is under way; what cannot be waited for keeps its memory, and nobody uses the connections again."""
+        while under_way:
+            left = under_way.popleft()
+            try:
+                self._await_work(left)
+            except HeadraceError:
+                _kept_for_good.extend([left, *under_way, *self._scratch])
+                _wires[self._key] = None
+                return
+
+    def _fail(self, exc: BaseException) -> None:
+        with self._state:
+            self._error = self._error or exc
+        why = str(exc) if isinstance(exc, PeerError) else f"{type(exc).__name__}: {exc}"
+        self.leave(FAILED, why, exc.rank if isinstance(exc, PeerError) else None)
+
+    def _reason(self) -> BaseException:
+        with self._state:
+            failed = self._error
+        if isinstance(failed, HeadraceError):
+            return copy(failed).with_traceback(None)
+        return StreamError("the stream is closed")
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._ended.wait(_BEAT_S):
+            count += 1
+            self._peers.beat(count)
