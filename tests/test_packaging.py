@@ -87,7 +87,7 @@ def test_metadata_names_versions_and_extras(wheel: Path) -> None:
     assert f"\nVersion: {headrace.__version__}\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
-    assert {"torch", "s3", "gcs", "azure", "progress", "bench"} <= extras
+    assert {"torch", "s3", "gcs", "azure", "fsspec", "progress", "bench"} <= extras
     readme = (ROOT / "README.md").read_text()
     of_users = sorted(extras - {"dev", "docs", "emulators"})
     assert [extra for extra in of_users if not re.search(rf"[\[,]{extra}[\],]", readme)] == [], "not in the README"
@@ -121,6 +121,11 @@ def test_types_are_complete_for_a_program_that_uses_them(python: Path, tmp_path:
     sample = ROOT / "tests" / "typing" / "sample.py"
     mypy = (sys.executable, "-m", "mypy", "--strict", "--config-file", "/dev/null", "--python-executable", python)
     assert run(*mypy, "--cache-dir", tmp_path, sample, cwd=tmp_path).startswith("Success")
+
+
+def test_the_program_uses_every_public_name() -> None:
+    sample = (ROOT / "tests" / "typing" / "sample.py").read_text()
+    assert [name for name in headrace.__all__ if not re.search(rf"\b{name}\b", sample)] == []
 
 
 def test_types_refuse_what_is_wrong(python: Path, tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from operator import itemgetter
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
 import headrace
 from headrace.errors import SourceError
 from headrace.integrations._reading import CountedFile, LazyTensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 def state_dict(url: Any, *, credentials: object = None, **options: Any) -> StateDict:
@@ -36,7 +39,7 @@ def state_dict(url: Any, *, credentials: object = None, **options: Any) -> State
     return StateDict(headrace.open(url, credentials=credentials, **options))
 
 
-class StateDict(Mapping[str, Any]):
+class StateDict(Mapping[str, "torch.Tensor"]):
     """The tensors of a checkpoint by name, read when they are looked up; what is looked up twice is read twice. Thread-safe.
 
     `items()` and `values()` stream: all tensors in file order, reading ahead.
@@ -65,7 +68,7 @@ class StateDict(Mapping[str, Any]):
         file = CountedFile(self.checkpoint, "pt", "cpu", ())
         return {name: file.get_slice(name) for name in self.checkpoint}
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> torch.Tensor:
         return headrace.read(self.checkpoint, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -77,17 +80,17 @@ class StateDict(Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self.checkpoint
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> ItemsView[str, torch.Tensor]:
         """(name, tensor) pairs, streamed anew each time."""
         return _Items(self)
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> ValuesView[torch.Tensor]:
         """The tensors, streamed anew each time."""
         return _Values(self)
 
-    def copy(self) -> dict[str, Any]:
+    def copy(self) -> dict[str, torch.Tensor]:
         """All tensors, loaded."""
-        return cast("dict[str, Any]", headrace.load(self.checkpoint))
+        return headrace.load(self.checkpoint)
 
     def close(self) -> None:
         """Close the files, once nothing reads from them any more. May be called twice."""
@@ -103,16 +106,16 @@ class StateDict(Mapping[str, Any]):
         return f"<StateDict of {self._checkpoint!r}>"
 
 
-class _Items(ItemsView[str, Any]):
+class _Items(ItemsView[str, "torch.Tensor"]):
     _mapping: StateDict
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with headrace.stream(self._mapping.checkpoint, order="file") as stream:
             yield from stream
 
 
-class _Values(ValuesView[Any]):
+class _Values(ValuesView["torch.Tensor"]):
     _mapping: StateDict
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[torch.Tensor]:
         yield from map(itemgetter(1), self._mapping.items())
