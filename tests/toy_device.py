@@ -85,8 +85,10 @@ class ToyDevice:
     def free_nbytes(self) -> int:
         return CAPACITY_NBYTES - sum(list(self._memory.values()))
 
-    def copy_async(self, target: int, source: int, nbytes: int) -> None:
+    def copy_async(self, target: int, source: int, nbytes: int, *, pinned: bool = True) -> None:
         self._put(lambda: ctypes.memmove(target, source, nbytes))
+        if not pinned:
+            self.drain()
 
     def move_async(self, target: int, source: int, nbytes: int) -> None:
         self._put(lambda: ctypes.memmove(target, source, nbytes))

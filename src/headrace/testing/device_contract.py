@@ -189,6 +189,20 @@ class DeviceTests:
             assert self.bytes_of(self.handed_over(buffer, event)) == data
             device.destroy([event])
 
+    def test_a_copy_of_memory_that_is_not_pinned_arrives(self) -> None:
+        device, data = self.device, bytearray(pattern(NBYTES))
+
+        def copy() -> tuple[DeviceBuffer, Any]:
+            buffer, event = device.allocate(NBYTES), device.new_event()
+            device.copy_async(buffer.address, address_of(memoryview(data)), NBYTES, pinned=False)
+            device.record(event)
+            device.synchronize(event)
+            return buffer, event
+
+        buffer, event = self.reading(copy)
+        assert self.bytes_of(self.handed_over(buffer, event)) == data
+        device.destroy([event])
+
     def test_more_memory_than_there_is_raises_with_what_was_asked_for(self) -> None:
         error = self.reading(lambda: error_of(DeviceMemoryError, self.device.allocate, 1 << 60))
         assert (error.requested, error.device) == (1 << 60, self.device.name)
