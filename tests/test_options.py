@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import random_contents, write
 
+import headrace
 from headrace._options import Options, parse_nbytes, resolve
 from headrace.errors import OptionError
 
@@ -292,3 +295,18 @@ def test_sizes_are_numbers_with_units_of_1024(text: str, nbytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_nbytes(text)
+
+
+# ---- an open checkpoint
+
+
+@pytest.mark.parametrize(("name", "value"), [("direct_io", "off"), ("attempts", 2), ("deadline_s", 5.0)])
+def test_what_files_are_opened_with_cannot_be_changed_by_a_load(tmp_path: Path, name: str, value: Any) -> None:
+    path = write(tmp_path / "m.safetensors", random_contents(1_000))
+    with headrace.open(path) as opened:
+        for arguments in ({name: value}, {"options": Options(**{name: value})}):
+            with pytest.raises(OptionError, match="headrace.open") as caught:
+                headrace.load(opened, **arguments)
+            assert caught.value.option == name
+    with headrace.open(path, **{name: value}) as opened:
+        assert len(headrace.load(opened, **{name: value})) == 1

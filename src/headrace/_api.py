@@ -702,11 +702,20 @@ def _gather_more(peers: list[Peers | None], requests: Sequence[Request], group: 
 
 def _resolved(url: Location, options: Options | None, overrides: dict[str, Any]) -> Options:
     """The options of one call. An open checkpoint has asked the environment already."""
-    if isinstance(url, Checkpoint):
-        resolved = (url.options if options is None else _over(url.options, options)).merged(overrides)
-    else:
-        resolved = resolve(options, overrides)
+    if not isinstance(url, Checkpoint):
+        return resolve(options, overrides)
+    resolved = (url.options if options is None else _over(url.options, options)).merged(overrides)
+    for name in _OF_OPENING:
+        given, opened = getattr(resolved, name), getattr(url.options, name)
+        if given != opened:
+            raise OptionError(
+                f"{name}={given!r}: files are opened with it, and {url.url} was opened with {opened!r}; give it to headrace.open",
+                option=name,
+            )
     return resolved
+
+
+_OF_OPENING = ("direct_io", "attempts", "deadline_s")  # what a source is made with
 
 
 def _over(base: Options, options: Options) -> Options:
