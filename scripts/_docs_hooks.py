@@ -24,7 +24,7 @@ _BESIDE = {  # the first that fits counts
     "README.md": "index.md",
 }
 _LINK_TO_CODE = re.compile(r"\[[^\]]*\]\(((?:(?:examples|src|tests|scripts|benchmarks)/|LICENSE)[^)]*)\)")  # has no page here
-_LINK_TO_PAGE = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?:\.\./)*(?P<page>(?:tuning|reliability|gpu)\.md)[^)]*\)")
+_LINK_TO_PAGE = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?:\.\./)*(?P<page>reliability\.md)[^)]*\)")
 _SECTION = re.compile(r"^(?P<indent> *)(?P<title>Args|Attributes|Raises):\n(?P<body>(?:(?P=indent) +\S.*(?:\n|\Z))+)", re.M)
 _SEVERAL = re.compile(r"^(?P<names>\w+(?:, \w+)+)(?P<rest>: .*)", re.S)
 _ERRORS = re.compile(r"^[A-Z]\w+(?:, [A-Z]\w+)*: ")

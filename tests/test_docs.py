@@ -130,6 +130,7 @@ def _gcs_emulator() -> Path:
     return next(Path(wrapper.__file__).parent.glob("vendor/*/bin/*linux*"))
 
 
+@pytest.mark.timeout(300)  # a page may start several programs that import torch
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in PAGES if RUN[page]]
 )
@@ -262,6 +263,7 @@ def test_the_page_of_the_command_line_is_what_the_commands_say() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     python = ROOT / ".cache" / "docs" / "bin" / "python"
     if not (python.parents[1] / ".ready").exists():
