@@ -35,6 +35,7 @@ class Bucket:
     def __init__(self, name: str, identity: Identity, place: Place, region: str, access: Access) -> None:
         self.name = name
         self._identity, self._place, self._region = identity, place, region
+        self._host = "", ""  # for a region
         self.access = replace(access, authorize=self._authorize, parse_error=self._parse_error)
 
     @property
@@ -68,11 +69,11 @@ class Bucket:
 
     def _authorize(self, request: Request) -> Request:
         region = self._region
-        netloc = urlsplit(self._place.base(self.name, region)).netloc
-        scheme, asked_at, path, query, _ = urlsplit(request.url)
-        headers = dict(request.headers)
-        url = request.url
-        if netloc != asked_at:  # the bucket has turned out to be elsewhere
+        if region != self._host[0]:
+            self._host = region, urlsplit(self._place.base(self.name, region)).netloc
+        netloc, url, headers = self._host[1], request.url, dict(request.headers)
+        if not url.startswith(netloc, url.find("//") + 2):  # the bucket has turned out to be elsewhere
+            scheme, _, path, query, _ = urlsplit(url)
             url, headers["Host"] = urlunsplit((scheme, netloc, path, query, "")), netloc
         headers |= self._identity.sign(url, headers, region=region, method=request.method)
         return replace(request, url=url, headers=headers)

@@ -2,6 +2,9 @@
 
 Keys are asked for at every try, so that those that botocore renews are always fresh; keys that the store calls expired are
 fetched anew, files and environment included. No secret is kept anywhere but in the credentials themselves.
+
+Neither the range nor the version that is demanded is signed, so one signature is good for all ranges of an object while its keys
+are the same and its date is recent: making one takes as long as all else that a request costs here.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from headrace._options import S3Settings
 from headrace.errors import OptionError, SourceError
@@ -61,6 +65,18 @@ class S3Credentials:
             raise OptionError("session_token is given with the access key that it belongs to", option="credentials")
         if self.anonymous and self.access_key_id:
             raise OptionError("who is anonymous has no access key", option="credentials")
+
+
+_SIGNED_AGAIN_S: Final = 60.0  # stores take signatures for 15 minutes, clocks that are wrong included
+_SIGNATURES: Final = 4096  # remembered ones: an object each
+
+
+class _Signature(NamedTuple):
+    """Headers that sign a request, the keys that they were made with, and when."""
+
+    headers: Mapping[str, str]
+    keys: Any
+    made_at: float
 
 
 GiveCredentials: TypeAlias = "Callable[[], S3Credentials]"
@@ -128,6 +144,7 @@ class Identity:
         self._latest = self.given
         self._generation = 0  # of keys, in the order in which they were had
         self._spent = False
+        self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._signed = threading.local()  # the generation that this thread has signed with last
 
     @property
@@ -176,7 +193,19 @@ class Identity:
             return {}
         keys = self._frozen()
         signed = {name: value for name, value in headers.items() if name.lower() == "host" or name.lower().startswith("x-amz-")}
-        request = _botocore("awsrequest").AWSRequest(method=method, url=url, headers=signed)
+        subject, now = (method, url, region, *signed.items()), time.monotonic()
+        known = self._signatures.get(subject)
+        if known is None or known.keys != keys or now - known.made_at > _SIGNED_AGAIN_S:
+            if len(self._signatures) >= _SIGNATURES:
+                self._signatures.clear()
+            known = self._signatures[subject] = _Signature(
+                self._signature(url, signed, keys, region=region, method=method), keys, now
+            )
+        return dict(known.headers)
+
+    @staticmethod
+    def _signature(url: str, signed: Mapping[str, str], keys: Any, *, region: str, method: str) -> dict[str, str]:
+        request = _botocore("awsrequest").AWSRequest(method=method, url=url, headers=dict(signed))
         signer = _botocore("auth").S3SigV4Auth(keys, "s3", region)
         canonical_request = signer.canonical_request
         signer.canonical_request = lambda request: _Unlogged(canonical_request(request))
@@ -202,6 +231,7 @@ class Identity:
 
     def _forget_keys(self) -> None:
         self._keys, self._spent = None, False
+        self._signatures.clear()
         self._generation += 1
         if self._give is not None:
             self._latest = _checked(self._give())
