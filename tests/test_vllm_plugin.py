@@ -437,6 +437,22 @@ def test_secondary_weights_of_a_models_own_folder_come_from_the_store(folder: Pa
 
 
 @pytest.mark.usefixtures("vllm")
+def test_heads_in_files_of_pickle_are_left_to_vllms_own_loader(folder: Path) -> None:
+    given, target = loader(), model([])
+    torch.save({"weight": torch.ones(3)}, folder / "head.pt")
+    target.secondary_weights = [given.Source(str(folder), None, prefix="head.", allow_patterns_overrides=["head.pt"])]
+    assert names_read(given, ModelConfig(str(folder)), target) == {*CONTENTS, "head.weight"}
+
+
+@pytest.mark.usefixtures("vllm", "store")
+def test_heads_in_files_of_pickle_are_not_loaded_from_a_store(tmp_path: Path) -> None:
+    given, target = loader(), model([])
+    target.secondary_weights = [given.Source(str(tmp_path), None, prefix="head.", allow_patterns_overrides=["head.pt"])]
+    with pytest.raises(OptionError, match=r"head\.pt of s3://models/tiny"):
+        given.load_weights(target, ModelConfig(str(tmp_path), model_weights="s3://models/tiny"))
+
+
+@pytest.mark.usefixtures("vllm")
 def test_files_of_a_store_that_are_to_be_ignored_are(folder: Path, store: S3Server) -> None:
     (folder / "model.safetensors.index.json").unlink()
     given = loader(ignore_patterns=["consolidated*", "original/**/*"])

@@ -20,9 +20,9 @@ from engines import digests_of_model, engine, tokens
 
 if __name__ == "__main__":
     found = []
-    for model, load_format, extra, arguments, calls in json.loads(sys.argv[2]):
+    for model, load_format, extra, arguments, calls, is_asked in json.loads(sys.argv[2]):
         llm = engine(model, load_format, extra, tensor_parallel_size=2, **arguments)
-        found.append([llm.apply_model(digests_of_model), tokens(llm)])
+        found.append([llm.apply_model(digests_of_model), tokens(llm) if is_asked else []])
         for name, keywords in calls:
             llm.collective_rpc(name, kwargs=keywords)
             found.append([llm.apply_model(digests_of_model), tokens(llm)])
@@ -70,10 +70,22 @@ def tokens(llm: Any) -> list[int]:
 
 
 def load(
-    model: str | Path, load_format: str, extra: dict[str, Any] | None = None, *, calls: list[Any] | None = None, **arguments: Any
+    model: str | Path,
+    load_format: str,
+    extra: dict[str, Any] | None = None,
+    *,
+    calls: list[Any] | None = None,
+    is_asked: bool = True,
+    **arguments: Any,
 ) -> list[Any]:
-    """A line for `on_two_ranks`. `calls` are (name, keywords) of methods of workers, with the parameters looked at after each."""
-    return [str(model), load_format, extra or {}, arguments, calls or []]
+    """A line for `on_two_ranks`.
+
+    Args:
+        calls: (name, keywords) of methods of workers; the parameters are looked at after each.
+        is_asked: whether the model has to say something.
+        arguments: of the engine.
+    """
+    return [str(model), load_format, extra or {}, arguments, calls or [], is_asked]
 
 
 def on_two_ranks(*loads: list[Any], folder: Path) -> tuple[list[Any], str]:
