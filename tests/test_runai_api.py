@@ -669,6 +669,7 @@ def test_credentials_do_not_show_secrets() -> None:
 @pytest.mark.usefixtures("store")
 def test_a_prefix_without_objects_is_an_empty_list_and_a_missing_bucket_an_error(tmp_path: Path) -> None:
     assert runai.list_safetensors("s3://models/nowhere") == []
+    assert FileStreamer().list_files("s3://models/nowhere") == []
     runai.pull_files("s3://models/nowhere", str(tmp_path / "dst"))
     assert not (tmp_path / "dst").exists()
     with pytest.raises(SourceNotFoundError):
