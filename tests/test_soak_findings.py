@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,3 +96,19 @@ def scripted(answer: bytes) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/model.safetensors"
         thread.join()
+
+
+@needs_compiler
+@pytest.mark.parametrize("room", [0, 4 * KIB, 100 * KIB])
+def test_a_file_that_cannot_be_held_in_place_is_read(room: int) -> None:
+    """Although page-locking moved its times before it was refused."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, simulated_gpu() as gpu:
+        contents = {"t": random_entry("U8", (300 * KIB,))}
+        path = write(Path(folder) / "model.safetensors", contents)
+        os.utime(path, (1, 1))
+        gpu.runtime.limits(pinned_nbytes=room)
+        with headrace.hold(path, device=gpu.device, in_place="auto") as held:
+            found = headrace.load(held, device=gpu.device)
+        assert bytes_of(found["t"]) == contents["t"].data
+        assert path.read_bytes() == serialize(contents)
+        del found

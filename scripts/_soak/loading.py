@@ -23,7 +23,7 @@ import headrace
 from _soak.cases import MIB, Case, Trouble
 from _soak.judging import SECRET, CallersError, WrongError, check_error
 from _soak.keeping import Keeper
-from _soak.models import PREFIX, Model, draw_slices, make_model, targets, value_at
+from _soak.models import PREFIX, Model, draw_slices, is_same, make_model, targets, value_at
 from _soak.troubles import CALLS, FILES, READS, SERVER
 from headrace.errors import LoadError
 from headrace.sources.memory import MemorySource
@@ -356,7 +356,7 @@ class _Load:
             kinds += [torch.bfloat16, torch.float16, torch.float32]
         if tensor.dtype not in kinds:
             raise WrongError(f"{name} is {tensor.dtype}")
-        if bytes_of(tensor) != bytes_of(value_at(self._model, name, self.slices, tensor.dtype)):
+        if not is_same(tensor, value_at(self._model, name, self.slices, tensor.dtype), exact=tensor.dtype == kinds[0]):
             raise WrongError(f"{name} {tuple(tensor.shape)} {tensor.dtype} has wrong bytes")
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:

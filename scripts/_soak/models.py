@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import Contents, random_entry, value_of, write
+from checkpoints import Contents, bytes_of, random_entry, value_of, write
 
 import headrace
 from _soak.cases import Case, Shard
@@ -83,6 +83,15 @@ def value_at(model: Model, name: str, slices: dict[str, Any], dtype: torch.dtype
     if name in slices:
         value = value[slices[name]].clone(memory_format=torch.contiguous_format)
     return value.to(dtype)
+
+
+def is_same(tensor: torch.Tensor, value: torch.Tensor, *, exact: bool) -> bool:
+    """Whether the bits are the same; of converted values NaNs are all one: torch makes another one of it where it is alone."""
+    if tensor.shape != value.shape:
+        return tensor.dtype == torch.uint8 and bytes_of(tensor) == bytes_of(value)
+    if exact or bytes_of(tensor) == bytes_of(value):
+        return bytes_of(tensor) == bytes_of(value)
+    return bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())
 
 
 def targets(model: Model, kind: str, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ SERVER: dict[str, OnServer] = {
     "500": OnServer(lambda _: s3server.Status(500, "InternalError"), (http.UnavailableError,)),
     "502": OnServer(lambda _: s3server.Status(502, "BadGateway"), (http.UnavailableError,)),
     "400 RequestTimeout": OnServer(lambda _: s3server.Status(400, "RequestTimeout"), (errors.SourceTimeoutError,)),
-    "416": OnServer(lambda _: s3server.Status(416, "InvalidRange"), (http.UnsatisfiableError, errors.SourceChangedError)),
+    "416": OnServer(lambda _: s3server.Status(416, "InvalidRange"), (http.WrongAnswerError, errors.SourceChangedError)),
     "403": OnServer(lambda _: s3server.Status(403, "AccessDenied"), (errors.SourcePermissionError,), cured_once=False),
     "expired": OnServer(lambda _: s3server.Status(400, "ExpiredToken"), (errors.SourcePermissionError, http.RefusedError), False),
     "404": OnServer(lambda _: s3server.Status(404, "NoSuchKey"), (errors.SourceNotFoundError,), cured_once=False),

@@ -132,7 +132,12 @@ class _File:
                     self.device.enter_thread()
                     address = address_of(memoryview(mapping))
                     source.check_unchanged()
-                    self.device.pin(address, round_up(source.nbytes, PAGE), read_only=read_only)
+                    try:
+                        self.device.pin(address, round_up(source.nbytes, PAGE), read_only=read_only)
+                    except DeviceError:
+                        if not read_only:  # pages may have been faulted in before it was refused, and now the file is read
+                            cast(LocalSource, source).forgive_times()
+                        raise
                     self._mapping, self._address = mapping, address
                 except BaseException:
                     mapping.close()  # it has a descriptor, and the error's traceback may live on

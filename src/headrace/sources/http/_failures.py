@@ -303,4 +303,5 @@ SECRET_HEADERS: Final = frozenset({"authorization", "cookie", "proxy-authorizati
 def secrets_of(headers: Mapping[str, str], url: str) -> list[str]:
     """Header values and query values that must not be shown."""
     query = [value or name for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True)]
+    query += [pair.partition("=")[2] or pair for pair in urlsplit(url).query.split("&")]  # as they were sent
     return query + [value for name, value in headers.items() if name.lower() in SECRET_HEADERS or "key" in name.lower()]
