@@ -231,16 +231,19 @@ class NodeMemory:
         if is_so(ring.head) and not self._left:
             return True
         beats, since = [other.head.beat for other in self._rings], time.monotonic()
+        looked = since - NAP_S
         while True:
-            bell, gone = ring.head.bell, self._ended()  # asked before they are asked what they said last
+            bell, now, gone = ring.head.bell, time.monotonic(), list[int]()
+            if now - looked >= NAP_S:  # who is there is looked at now and then: it costs more than all of the rest
+                gone, looked = self._ended(), now  # asked before they are asked what they said last
             if self._left:
                 return False
             if is_so(ring.head):
                 return True
             self._check_others(gone)
-            if time.monotonic() - since > self._timeout_s:
+            if now - since > self._timeout_s:
                 self._check_beats(beats)
-                beats, since = [other.head.beat for other in self._rings], time.monotonic()
+                beats, since = [other.head.beat for other in self._rings], now
             sleep(ring.bell, bell, NAP_S)
 
     def _ended(self) -> list[int]:

@@ -64,7 +64,8 @@ def join_relay(
     assert staging is not None, "of a load to a device"
     longest = max((max(plan.reads[i].nbytes, landing_nbytes(plan.reads[i])) for i in share.rounds), default=0)
     slot_nbytes = round_up(min(staging.slot_nbytes, longest + 2 * PAGE), PAGE)
-    slots = max(1, min(staging.slots, share.owners.count(peers.rank), _node.MOST_SLOTS))
+    # One for each reader, and two that are copied out of: every rank page-locks every slot of the node.
+    slots = max(1, min(staging.slots, plan.limits.concurrency + 2, share.owners.count(peers.rank), _node.MOST_SLOTS))
     node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s, slots)
     if node is None:
         return join_wire(peers, plan, sources, share, blocks, policy, device, progress)
