@@ -33,7 +33,7 @@ BIN = Path(sys.executable).parent
 # Why a block is not run, and who runs it then.
 REASONS = {
     "needs a GPU": "nobody; tests/test_simulated.py, test_pipeline.py and test_gds.py run the same calls on simulated devices",
-    "needs vLLM": "tests/vllm, by scripts/test --vllm",
+    "needs vLLM": "tests/vllm_jobs, by scripts/test --vllm",
     "needs SGLang": "nobody; tests/test_sglang_plugin.py has its hooks",
     "needs transformers": "tests/test_transformers.py, by scripts/test --transformers",
     "needs diffusers": "tests/test_diffusers.py, by scripts/test --transformers",
