@@ -111,6 +111,8 @@ def draw_case(seed: int) -> Case:
         options = {name: value for name, value in options.items() if name not in ("mmap", "in_place")}
     if device == "gpu" and draw.random() < 0.4:
         troubles += (Trouble(draw.choice(list(CALLS)), draw.randrange(6), draw.choice([1, 1, 3, -1]), draw.getrandbits(32)),)
+    if temper == "reads one by one":  # to host memory, whose page-locking needs a GPU of torch's
+        options.pop("pin", None)
     if "ownership" in arguments:  # of which a view of a file knows nothing
         options.pop("mmap", None)
     if any(trouble.kind in SERVER and SERVER[trouble.kind].brisk for trouble in troubles):

@@ -107,7 +107,7 @@ def serving(case: Case, model: Model, injected: Counter[str]) -> Iterator[Place]
             yield Place(lambda: f"s3://{PREFIX}", {"credentials": credentials_for(server.url)}, server.url)
         if not server.wait_until(lambda: server.open_connections == 0, 1.0):
             gc.collect()  # what is abandoned is closed by the collector
-        if not server.wait_until(lambda: server.open_connections == 0):
+        if not server.wait_until(lambda: server.open_connections == 0, 60.0):  # it may still compress what nobody waits for
             under_way = [request for request in server.requests if request.took_s is None]
             raise WrongError(f"{server.open_connections} connections are still open; under way: {under_way}")
         for request in server.requests:
