@@ -1,6 +1,6 @@
 """The environment that vLLM and Run:ai's streamer document for S3, one variable at a time, against a server on loopback.
 
-docs/stores.md lists those that have no meaning here, and why; a test keeps the two lists complete.
+docs/stores/s3.md lists those that have no meaning here, and why; a test keeps the two lists complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTENTS = random_contents(*[2 * MIB + i for i in range(8)])
 FILES = {"llama/model.safetensors": serialize(CONTENTS)}
 EXPECTED = {name: entry.data for name, entry in CONTENTS.items()}
 URL = "s3://models/llama"
-DOCS = Path(__file__).parent.parent / "docs/stores.md"
+DOCS = Path(__file__).parent.parent / "docs/stores/s3.md"
 
 
 @pytest.fixture(autouse=True)
