@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,23 @@ _COUNTED = re.compile(r"(\d+) passing examples, (\d+) failing examples, (\d+) in
 
 
 def fuzz(minutes: float, seed: int) -> dict[str, Any]:
-    """Run the properties again and again; at least once. Where one fails, what it says is printed and kept."""
+    """Run the properties of one file after the other, round and round. Where one fails, what it says is printed and kept."""
     counts, failures, rounds = Counter[str](), list[dict[str, Any]](), 0
     deadline, draw = time.monotonic() + 60 * minutes, random.Random(seed)
-    while not rounds or time.monotonic() < deadline:
+    for name in cycle(_FILES):
+        if rounds and time.monotonic() >= deadline:
+            break
         chosen, rounds = draw.getrandbits(32), rounds + 1
-        ended = subprocess.run(_command(chosen), cwd=_ROOT, capture_output=True, text=True, check=False)
+        command = _command(name, chosen)
+        ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         counts.update(count_examples(ended.stdout))
         if ended.returncode:
             print(ended.stdout[-8000:], file=sys.stderr, flush=True)
-            failures.append({"seed": chosen, "what": _last_lines(ended.stdout), "command": " ".join(_command(chosen))})
+            failures.append({"seed": chosen, "what": _last_lines(ended.stdout), "command": " ".join(command)})
     return {
         "tree": tree(),
         "seed": seed,
-        "rounds": rounds,
+        "runs": rounds,
         "examples": counts.total(),
         "by_property": dict(counts),
         "failures": failures,
@@ -53,10 +57,9 @@ def count_examples(told: str) -> Counter[str]:
     return counts
 
 
-def _command(seed: int) -> list[str]:
-    files = [f"tests/{name}" for name in _FILES]
+def _command(name: str, seed: int) -> list[str]:
     told = ["--hypothesis-profile=soak", f"--hypothesis-seed={seed}", "--hypothesis-show-statistics", "--timeout=1200"]
-    return [sys.executable, "-m", "pytest", *files, "-m", "hypothesis", "-q", "-p", "no:cacheprovider", *told]
+    return [sys.executable, "-m", "pytest", f"tests/{name}", "-m", "hypothesis", "-q", "-p", "no:cacheprovider", *told]
 
 
 def _last_lines(told: str) -> str:
