@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections import Counter
 from pathlib import Path
@@ -353,6 +354,23 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(folder: Path, one_node: bo
         error = error_of(outcomes[rank])
         assert isinstance(error, PeerError)
         assert error.rank == 2
+
+
+def dawdle(rank: int, path: Path, one_node: bool) -> dict[str, bytes]:
+    """Rank 1 does something else for longer than a rank may give no sign of life."""
+    if not one_node:
+        alone(load)
+    found: dict[str, bytes] = {}
+    for name, tensor in headrace.stream(path, group=True, memory_limit=0, peer_timeout_s=1):
+        found[name] = bytes_of(tensor)
+        if rank == 1 and len(found) in (5, 20):
+            select.select([], [], [], 2.5)
+    return found
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+def test_a_rank_that_is_slow_is_waited_for_as_long_as_it_lives(folder: Path, one_node: bool) -> None:
+    assert values(run_ranks(3, dawdle, folder, one_node)) == [expected(folder)] * 3
 
 
 def ask_for_other_things(rank: int, path: Path) -> None:

@@ -48,7 +48,7 @@ def ranks(job: Job) -> Callable[[], Any]:
     """One of several ranks: `stream` of the whole checkpoint, or of the slices that `tensor_parallel` gives.
 
     Settings: `group`, whether they load together; `arguments` for headrace; `rules` of `tensor_parallel`, "usual" being its own;
-    `part` and `of`, which part of how many, this rank's among all where not given.
+    `part` and `of`, which part of how many, this rank's among all where not given; `simulated`: to a simulated device.
     """
     arguments: dict[str, Any] = {**_arguments(job), "group": True} if job.settings.get("group") else _arguments(job)
     rules = job.settings.get("rules")
@@ -56,6 +56,8 @@ def ranks(job: Job) -> Callable[[], Any]:
     rings: int | None = None
     _import_engine(job)
     importlib.import_module("headrace._exchange")  # put off until there is a group
+    if job.settings.get("simulated"):
+        arguments["device"] = _simulated_device(moves=job.verify)
 
     def with_rings(pairs: Iterable[Any]) -> Iterable[Any]:
         nonlocal rings
@@ -76,6 +78,19 @@ def ranks(job: Job) -> Callable[[], Any]:
         return {"stats": stats, "bytes": stats["tensor_nbytes"], "rings_nbytes": rings or 0}, kept
 
     return go
+
+
+def _simulated_device(*, moves: bool) -> Any:
+    """A simulated GPU whose copy engine costs no CPU time: bytes are moved only where they are looked at."""
+    from headrace.testing.devices import SimulatedDevice
+    from headrace.testing.simulated import SimulatedRuntime
+
+    for module in ("_pipeline", "_relay"):
+        importlib.import_module(f"headrace.{module}")
+    runtime = SimulatedRuntime()
+    runtime.mode("timed")
+    runtime.move_bytes(moves)
+    return SimulatedDevice(runtime)
 
 
 def pull(job: Job) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""The cases of `scripts/bench ranks`: processes of one node that load one checkpoint at once, bytes in host memory.
+"""The cases of `scripts/bench ranks`: processes of one node that load one checkpoint at once.
 
 Ranks that load together have each byte read once; against them stand as many loads that know nothing of each other, and Run:ai's
 distributed mode over Gloo.
@@ -89,6 +89,16 @@ CASES = (
         goals=(_READ_ONCE, Goal("1.00 × the model from the server, headers apart", "storage_share", at_most=1.001)),
         runai=_RUNAI[:1],
     ),
+    Case(
+        "cold_full_8",
+        "8 ranks, the full model each, from a cold disk, streamed",
+        "shards",
+        "stream",
+        True,
+        (_OURS, _ALONE),
+        (_READ_ONCE, Goal("1.00 × the model from the disk, and headers", "storage_share", at_most=1.01)),
+        ranks=8,
+    ),
     _full("warm_full", "cached (a second copy in host memory gains nothing)", cold=False, goals=(_READ_ONCE,), runai=_RUNAI),
     Case(
         "cold_slices",
@@ -114,10 +124,10 @@ CASES = (
         "stream",
         False,
         (
-            Way("headrace", "ours:ranks", "headrace", unmeasured="NOT MEASURED: a group loads to host memory only"),
-            Way("headrace, each for itself", "ours:ranks", "headrace", unmeasured="NOT MEASURED: nothing to compare with"),
+            Way("headrace", "ours:ranks", "headrace", settings={"group": True, "simulated": True}),
+            Way(_ALONE.name, "ours:ranks", "headrace", settings={"simulated": True}),
         ),
-        (Goal("0.4 × the CPU of independent loads", "cpu", at_most=0.4, against=(_ALONE.name,)),),
+        (_READ_ONCE, Goal("0.4 × the CPU of independent loads", "cpu", at_most=0.4, against=(_ALONE.name,))),
         ranks=_RANKS,
     ),
     _slice(

@@ -29,7 +29,7 @@ from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._landing import Filling, Landing, Maker
-from headrace._node import FAILED, SLOTS, STOPPED, WELL, Leaving, NodeMemory, check_left
+from headrace._node import FAILED, SLOTS, STOPPED, WELL, Leaving, NodeMemory, beat_s, check_left
 from headrace._partition import assign_owners
 from headrace._peers import Peers
 from headrace._plan import Copy, Plan, Read, Span, format_nbytes
@@ -38,7 +38,6 @@ from headrace._staging import PAGE, Region
 from headrace.errors import PeerError
 from headrace.sources.base import ByteSource
 
-_BEAT_S: Final = 2.0
 _LEAVE_S: Final = 1.0  # how long `close` waits for this rank's turn to say that it stops
 _STATUS_NBYTES: Final = 512
 _ROOMS: Final = SLOTS + 2  # blocks that this rank has read and that were not exchanged yet
@@ -402,7 +401,7 @@ class _Exchange:
 
     def _beat(self) -> None:
         count = 0
-        while not self._ended.wait(_BEAT_S):
+        while not self._ended.wait(beat_s(self._peers.timeout_s)):
             count += 1
             if self._node is not None:
                 self._node.beat()

@@ -34,6 +34,7 @@ TEXT_AT, TEXT_NBYTES = 512, 1024
 _STARTS_AT: Final = 2048  # of each slot, where its bytes begin
 MOST_SLOTS: Final = (HEAD_NBYTES - _STARTS_AT) // 4
 NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
+_BEAT_S: Final = 2.0
 _SYSCALL: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}  # futex
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -56,6 +57,11 @@ def gone_error(rank: int) -> PeerError:
     """The error about a rank whose process has ended without a word."""
     hint = "its own output says why, or the kernel's log (dmesg) if it was killed"
     return PeerError(f"rank {rank} is gone: its process has ended; {hint}", rank=rank)
+
+
+def beat_s(timeout_s: float) -> float:
+    """How often a rank gives signs of life, where others wait this long for one."""
+    return min(_BEAT_S, timeout_s / 4)
 
 
 def check_left(leaving: Leaving, rank: int) -> None:

@@ -30,6 +30,7 @@ from headrace._node import (
     Head,
     Invitation,
     Leaving,
+    beat_s,
     check_left,
     gone_error,
     invite,
@@ -42,7 +43,6 @@ from headrace.errors import DeviceMemoryError, PeerError
 
 _PAGE: Final = mmap.PAGESIZE
 _POPULATE_WRITE: Final = 23  # Linux 5.14
-_BEAT_S: Final = 2.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -109,7 +109,7 @@ class Pages:
             _protect(self._address, len(memory))
             return
         self._closed = threading.Event()
-        beating = (self._closed, self._lock, self._head)
+        beating = (self._closed, self._lock, self._head, beat_s(timeout_s) if timeout_s else None)
         threading.Thread(target=_beat, args=beating, name="headrace-beat", daemon=True).start()
 
     # -- for the rank that fills -------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ class Pages:
             raise gone_error(self.filler)
 
 
-def _beat(closed: threading.Event, lock: threading.Lock, head: Head) -> None:
-    while not closed.wait(_BEAT_S):
+def _beat(closed: threading.Event, lock: threading.Lock, head: Head, every_s: float | None) -> None:
+    while not closed.wait(every_s):
         with lock:
             head.beat = (head.beat + 1) % (1 << 32)
 

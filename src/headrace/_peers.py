@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from headrace.errors import HeadraceError, OptionError, PeerError
 
 _TIMEOUT_S: Final = 120.0
+_NEVER: Final = timedelta(days=30)
 _POLL_S: Final = 0.0005
 _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, after a connection broke
 
@@ -134,7 +135,7 @@ class Peers:
                 dist.PrefixStore("wire", self._store),  # type: ignore[attr-defined]
                 self.rank,
                 self.size,
-                timedelta(seconds=self.timeout_s),
+                _NEVER,  # who is slow is waited for while it gives signs of life, and Gloo knows nothing of these
             )
         except RuntimeError as exc:
             raise self.lost(exc) from exc
@@ -200,8 +201,11 @@ class Peers:
             self._store.set(f"beat/{self.rank}", str(count))
 
     def close(self) -> None:
-        """Close the connections. May be called twice."""
-        self._wire = None
+        """Close the connections, also under what waits for a rank that is gone. May be called twice."""
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            with suppress(RuntimeError):
+                wire.abort()
 
     def _awaited(self, key: str, rank: int) -> str:
         try:

@@ -24,7 +24,7 @@ from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
 from headrace._exchange import Report, Share, describe, digest_of, share_reads
 from headrace._filling import Hops, SlotFiller, landing_nbytes
-from headrace._node import FAILED, STOPPED, Leaving, NodeMemory
+from headrace._node import FAILED, STOPPED, Leaving, NodeMemory, beat_s
 from headrace._peers import Peers
 from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
@@ -35,7 +35,6 @@ from headrace.devices.base import Device
 from headrace.errors import DeviceError, HeadraceError, PeerError, StreamError
 from headrace.sources.base import ByteSource
 
-_BEAT_S: Final = 2.0
 _JOIN_S: Final = 1.0
 
 
@@ -351,7 +350,7 @@ class Relay:
         return StreamError("the stream is closed")
 
     def _beat(self) -> None:
-        while not self._closed.wait(_BEAT_S):
+        while not self._closed.wait(beat_s(self._peers.timeout_s)):
             self._node.beat()
 
 

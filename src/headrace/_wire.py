@@ -27,7 +27,7 @@ from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
 from headrace._exchange import Report, Share, check_status, describe, status_of
 from headrace._filling import Hops, SlotFiller, landing_nbytes
-from headrace._node import FAILED, STOPPED, Leaving
+from headrace._node import FAILED, STOPPED, Leaving, beat_s
 from headrace._peers import Peers
 from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
@@ -37,7 +37,6 @@ from headrace.devices.base import CollectiveDevice, Device, DeviceBuffer
 from headrace.errors import HeadraceError, OptionError, PeerError, StreamError
 from headrace.sources.base import ByteSource
 
-_BEAT_S: Final = 2.0
 _LEAVE_S: Final = 1.0
 _DEPTH: Final = 3  # rounds under way on the devices
 
@@ -466,6 +465,6 @@ class DeviceExchange:
 
     def _beat(self) -> None:
         count = 0
-        while not self._ended.wait(_BEAT_S):
+        while not self._ended.wait(beat_s(self._peers.timeout_s)):
             count += 1
             self._peers.beat(count)
