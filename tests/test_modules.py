@@ -175,6 +175,17 @@ def test_options_count_for_opening_too(tied: Path) -> None:
 # ---- what does not fit
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_is_said_of_opening_is_heeded(tied: Path, assign: bool) -> None:
+    headrace.verify(tied.parent, write=True)
+    headrace.save_metadata(tied, tied.parent / "metadata")
+    save(tied, {name: tensor * 2 for name, tensor in trained().hidden.state_dict().items()})
+    with pytest.raises(headrace.IntegrityError):
+        headrace.load_into(Net(), tied, assign=assign, verify="require")
+    with pytest.raises(headrace.SourceChangedError):
+        headrace.load_into(Net(), tied, assign=assign, metadata=tied.parent / "metadata")
+
+
 def test_strict_refuses_names_before_anything_is_read(tmp_path: Path) -> None:
     state = {f"old.{name}": tensor for name, tensor in trained().hidden.state_dict().items()}
     watched = WatchedSource(save(tmp_path / "m.safetensors", state).read_bytes())

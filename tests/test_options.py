@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from checkpoints import random_contents, write
 
 import headrace
-from headrace._options import Options, parse_nbytes, resolve
+from headrace._arguments import LoadArguments
+from headrace._options import OptionArguments, Options, parse_nbytes, resolve
 from headrace.errors import OptionError
 
 FIELDS = [field.name for field in fields(Options)]
@@ -305,8 +307,24 @@ def test_what_files_are_opened_with_cannot_be_changed_by_a_load(tmp_path: Path, 
     path = write(tmp_path / "m.safetensors", random_contents(1_000))
     with headrace.open(path) as opened:
         for arguments in ({name: value}, {"options": Options(**{name: value})}):
-            with pytest.raises(OptionError, match="headrace.open") as caught:
+            with pytest.raises(OptionError, match=r"headrace\.open") as caught:
                 headrace.load(opened, **arguments)
             assert caught.value.option == name
     with headrace.open(path, **{name: value}) as opened:
         assert len(headrace.load(opened, **{name: value})) == 1
+
+
+# ---- as types of arguments
+
+
+def test_every_field_is_an_argument_of_its_type() -> None:
+    kept, given = get_type_hints(Options), get_type_hints(OptionArguments)
+    assert given.keys() == kept.keys()
+    wider = {name for name in kept if given[name] != kept[name]}
+    assert wider == {"memory_limit", "memory_limits", "network_chunk_nbytes"}, "what may be given as text"
+
+
+def test_the_arguments_of_a_load_are_those_of_a_stream() -> None:
+    of_stream = inspect.signature(headrace.stream).parameters.keys() - {"url", "overrides"}
+    assert LoadArguments.__optional_keys__ == of_stream | set(FIELDS)
+    assert not LoadArguments.__required_keys__

@@ -11,10 +11,11 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
+from headrace._arguments import Group, LoadArguments, Target, Targets
 from headrace._bar import open_bar
 from headrace._checkpoint import Checkpoint, open_files, read_header_text
 from headrace._held import Held
@@ -34,7 +35,7 @@ from headrace._location import (
 )
 from headrace._manifest import MANIFEST_NAME
 from headrace._metadata import Metadata, write_metadata
-from headrace._options import Demand, Options, resolve
+from headrace._options import Demand, OptionArguments, Options, UsualOptionArguments, resolve
 from headrace._phases import (
     Load,
     agree_on_places,
@@ -59,13 +60,9 @@ from headrace.sources.base import Folder
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from headrace._peers import Peers
     from headrace._tables import SharedTensor
-    from headrace.devices.base import Device
-
-Target: TypeAlias = "str | torch.device | Device"
 
 
 def open(
@@ -75,7 +72,7 @@ def open(
     metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OptionArguments],
 ) -> Checkpoint:
     """Open a checkpoint and check all of its headers. No tensor is read, and torch is not needed.
 
@@ -117,7 +114,7 @@ def save_metadata(
     *,
     credentials: object = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OptionArguments],
 ) -> list[Path]:
     """Save what `metadata=` takes: an index, the header of every shard under the shard's name, and their versions.
 
@@ -161,7 +158,7 @@ def open_sharded(
     metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OptionArguments],
 ) -> Checkpoint:
     """Open one rank's part of a checkpoint that is divided already; `stream` and `load` take what this returns.
 
@@ -201,7 +198,7 @@ def open_sharded(
 def plan(
     url: Location,
     *,
-    device: Target | Mapping[str, Target] | Callable[[str], Target | None] = "cpu",
+    device: Targets = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -210,7 +207,7 @@ def plan(
     metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OptionArguments],
 ) -> Plan:
     """Plan a load without doing it: what would be read, in what order, where it would land, and why.
 
@@ -237,7 +234,7 @@ def plan(
 def stream(
     url: Location,
     *,
-    device: Target | Mapping[str, Target] | Callable[[str], Target | None] = "cpu",
+    device: Targets = "cpu",
     names: Names = None,
     slices: Mapping[str, Index] | None = None,
     dtype: DTypeRule = None,
@@ -246,14 +243,14 @@ def stream(
     rename: Rename | None = None,
     ownership: Ownership = "leased",
     order: Order = "ready",
-    group: dist.ProcessGroup | Literal["node"] | bool | None = None,
+    group: Group = None,
     progress: Callable[[Snapshot], None] | bool | None = None,
     trace: str | os.PathLike[str] | None = None,
     verify: Verify = None,
     metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OptionArguments],
 ) -> TensorStream:
     """Stream tensors: (name, tensor) pairs come as soon as their bytes are in, while reading goes on.
 
@@ -338,7 +335,7 @@ def stream(
         return TensorStream(load, placeholders_of(requests))
 
 
-def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
+def load(url: Location, **arguments: Unpack[LoadArguments]) -> dict[str, torch.Tensor]:
     """Load tensors into a dict.
 
     Args:
@@ -354,12 +351,12 @@ def load(url: Location, **arguments: Any) -> dict[str, torch.Tensor]:
     Example:
         >>> weights = headrace.load("models/minilm", names="embeddings.*")
     """
-    arguments.setdefault("order", "file")
-    options = _resolved(url, arguments.pop("options", None), _option_overrides(arguments))
+    given: dict[str, Any] = {"order": "file", **arguments}
+    options = _resolved(url, given.pop("options", None), _option_overrides(given))
     if options.memory_limit is None:
         limits = options.memory_limits
         options = options.merged({"memory_limit": -1 if limits is None else {"*": -1} | dict(limits)})
-    with stream(url, options=options, **arguments) as tensors, gc_paused.held():
+    with stream(url, options=options, **given) as tensors, gc_paused.held():
         return dict(tensors)
 
 
@@ -414,7 +411,7 @@ def hold(
     metadata: str | os.PathLike[str] | None = None,
     credentials: object = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[UsualOptionArguments],
 ) -> Held:
     """Keep a checkpoint in host memory, for loads again and again: reloads of weights, several models in one process.
 
@@ -468,7 +465,7 @@ def pull(
     credentials: object = None,
     progress: Callable[[PullProgress], None] | None = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OptionArguments],
 ) -> PullReport:
     """Copy files from any source to a local folder, /dev/shm for example: in parallel, resumable, each file whole or not there.
 
@@ -513,7 +510,7 @@ def verify(
     progress: Callable[[VerifyProgress], None] | None = None,
     credentials: object = None,
     options: Options | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OptionArguments],
 ) -> VerifyReport:
     """Check every file of a checkpoint against its digests, or write a manifest of them. Reads everything.
 
@@ -555,7 +552,11 @@ def verify(
 
 
 def folder(
-    url: str | os.PathLike[str] | Folder, *, credentials: object = None, options: Options | None = None, **overrides: Any
+    url: str | os.PathLike[str] | Folder,
+    *,
+    credentials: object = None,
+    options: Options | None = None,
+    **overrides: Unpack[OptionArguments],
 ) -> Folder:
     """Find the folder, bucket prefix or repository that a url names, to list it and to open its files. Nothing is asked yet.
 
@@ -700,7 +701,7 @@ def _gather_more(peers: list[Peers | None], requests: Sequence[Request], group: 
     peers += [Peers(group, options.peer_timeout_s) for _ in requests[1:]]
 
 
-def _resolved(url: Location, options: Options | None, overrides: dict[str, Any]) -> Options:
+def _resolved(url: Location, options: Options | None, overrides: Mapping[str, Any]) -> Options:
     """The options of one call. An open checkpoint has asked the environment already."""
     if not isinstance(url, Checkpoint):
         return resolve(options, overrides)

@@ -12,7 +12,9 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from typing_extensions import Unpack
 
 from headrace.errors import OptionError
 
@@ -46,6 +48,33 @@ _LAUNCHER_NAMES = {"local_ranks": "LOCAL_WORLD_SIZE"}  # torchrun's; each of its
 _LEAST_RUNAI_CHUNK_NBYTES = 5 << 20  # Run:ai takes smaller ones for this much: the least part of an upload to S3
 _SECONDS = ("stall_timeout_s", "deadline_s", "peer_timeout_s")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class UsualOptionArguments(TypedDict, total=False):
+    """`OptionArguments` but for those that `hold` has a meaning of its own for."""
+
+    concurrency: int | None
+    memory_limit: int | str | Mapping[str, int | str] | None
+    direct_io: Switch | None
+    mmap: Demand | None
+    gds: Demand | None
+    cast_at: CastPlace | None
+    keep_staging: OnOff | None
+    partition: PartitionPolicy | None
+    stall_timeout_s: float | None
+    attempts: int | None
+    deadline_s: float | None
+    local_ranks: int | None
+    network_chunk_nbytes: int | str | None
+    peer_timeout_s: float | None
+    memory_limits: Mapping[str, int | str] | None
+
+
+class OptionArguments(UsualOptionArguments, total=False):
+    """The fields of `Options` as arguments of those names: what may be given, where the fields say what it becomes."""
+
+    pin: Demand | None
+    in_place: Demand | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +131,10 @@ class Options:
     peer_timeout_s: float | None = None
     memory_limits: Mapping[str, int] | None = dataclasses.field(default=None, hash=False)
 
+    if TYPE_CHECKING:  # what may be given is more than what is kept
+
+        def __init__(self, **fields: Unpack[OptionArguments]) -> None: ...
+
     def __post_init__(self) -> None:
         limit: object = self.memory_limit
         if isinstance(limit, Mapping):
@@ -135,7 +168,7 @@ class Options:
                     raise OptionError(f"environment variable {variable}={text!r}: {exc}", option=name) from None
         return cls(**found)
 
-    def merged(self, overrides: dict[str, Any]) -> Options:
+    def merged(self, overrides: Mapping[str, Any]) -> Options:
         """These options with `overrides` on top; an override of None leaves the field as it is.
 
         Raises:
@@ -171,7 +204,7 @@ class Options:
 _NAMES = tuple(field.name for field in fields(Options))
 
 
-def resolve(options: Options | None, overrides: dict[str, Any]) -> Options:
+def resolve(options: Options | None, overrides: Mapping[str, Any]) -> Options:
     """Arguments over `options` over the environment. Fields that nobody set stay None."""
     given = (options if options is not None else Options()).merged(overrides)
     unset = [name for name in _NAMES if getattr(given, name) is None]

@@ -121,7 +121,8 @@ def report(snapshot: Snapshot) -> None:
 
 
 def load(url: str, given: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    options = Options(concurrency=8, memory_limit=256 << 20)
+    options = Options(concurrency=8, memory_limit="256MiB")
+    assert_type(options.memory_limit, int | None)
     assert_type(Options.from_environment(), Options)
     with headrace.stream(
         url,
@@ -139,7 +140,7 @@ def load(url: str, given: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
             assert_type(name, str)
             yield tensor
         assert_type(stream.stats, Snapshot)
-    weights = headrace.load(Archive(b""), progress=True, stall_timeout_s=5.0)
+    weights = headrace.load(Archive(b""), progress=True, stall_timeout_s=5, memory_limit={"cpu": "1GiB", "*": -1})
     assert_type(weights, dict[str, torch.Tensor])
     assert_type(headrace.load(Archives({})), dict[str, torch.Tensor])
     assert_type(headrace.load(sources()), dict[str, torch.Tensor])
@@ -193,10 +194,10 @@ def move(url: str) -> None:
 
 
 def drop_in(module: torch.nn.Module, url: str) -> None:
-    loaded = headrace.load_into(module, url, strict=False)
+    loaded = headrace.load_into(module, url, strict=False, progress=True, network_chunk_nbytes="8MiB")
     assert_type(loaded, LoadReport)
     print(loaded.missing, loaded.unexpected, loaded.tied)
-    with headrace.state_dict(url) as weights:
+    with headrace.state_dict(url, verify=True, concurrency=4) as weights:
         assert_type(weights, StateDict)
         assert_type(weights["bias"], torch.Tensor)
         module.load_state_dict(weights)

@@ -10,11 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from typing_extensions import Unpack
+
 import headrace
 from headrace.errors import LoadError, OptionError
 
 if TYPE_CHECKING:
     import torch
+
+    from headrace._arguments import TransferArguments
+    from headrace._location import Location
+    from headrace._selection import DTypeRule, Names
 
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
 
@@ -71,15 +77,15 @@ class ModuleMismatchError(LoadError):
 
 def load_into(
     module: torch.nn.Module,
-    url: Any,
+    url: Location,
     *,
     strict: bool = True,
     assign: bool = False,
-    names: Any = None,
-    dtype: object = None,
+    names: Names = None,
+    dtype: DTypeRule = None,
     rename: Rename = None,
     credentials: object = None,
-    **arguments: Any,
+    **arguments: Unpack[TransferArguments],
 ) -> LoadReport:
     """Load a checkpoint into a module: its parameters and buffers are filled where they are, without a second copy of them.
 
@@ -93,7 +99,7 @@ def load_into(
         dtype: with `assign`, dtypes to convert to; as for `headrace.stream`. Without it, values take the module's dtypes.
         rename: from names of the checkpoint to names of the module: a mapping, or a callable. Names without an entry stay.
         credentials: as for `headrace.open`.
-        **arguments: as for `headrace.stream`: `progress`, `memory_limit`, ...; with `assign` also `device`.
+        **arguments: as for `headrace.stream`: `progress`, `verify`, `memory_limit`, ...; with `assign` also `device`.
 
     Returns:
         Which names were loaded, missing, unexpected and tied. Of tensors that are one in the module and several in the checkpoint
@@ -111,27 +117,28 @@ def load_into(
     """
     if dtype is not None and not assign:
         raise OptionError("dtype goes with assign=True; without it values take the dtypes of the module", option="dtype")
+    given: dict[str, Any] = {**arguments}
     checkpoint = (
-        url if isinstance(url, headrace.Checkpoint) else headrace.open(url, credentials=credentials, **_options(arguments))
+        url if isinstance(url, headrace.Checkpoint) else headrace.open(url, credentials=credentials, **_of_opening(given))
     )
     try:
         fit = _fit(module, checkpoint, names, rename)
         _check(fit, module, checkpoint, strict=strict, assign=assign)
         if assign:
-            nbytes = _assign(fit, module, checkpoint, dtype, arguments)
+            nbytes = _assign(fit, module, checkpoint, dtype, given)
         else:
-            nbytes = _fill(fit, checkpoint, arguments)
+            nbytes = _fill(fit, checkpoint, given)
         return replace(fit.report, nbytes=nbytes)
     finally:
         if checkpoint is not url:
             checkpoint.close()
 
 
-def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the arguments of a stream opening needs too: patience with a store, for one."""
-    return {
-        name: value for name, value in arguments.items() if name == "options" or name in headrace.Options.__dataclass_fields__
-    }
+def _of_opening(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take what is for opening alone out of the arguments of a stream; with it what both need: patience with a store, for one."""
+    alone = {name: arguments.pop(name) for name in ("verify", "metadata") if name in arguments}
+    both = ("options", *headrace.Options.__dataclass_fields__)
+    return alone | {name: value for name, value in arguments.items() if name in both}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType, TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 import headrace
 from headrace.errors import OptionError
 from headrace.integrations._importing import AdaptingFinder
 from headrace.integrations._reading import PatchReport, Record, make_load_file, make_safe_open
 from headrace.integrations.views import StandIn, check_url, is_store_url
+
+if TYPE_CHECKING:
+    from headrace._arguments import TuningArguments
 
 log = logging.getLogger("headrace")
 
@@ -50,7 +53,7 @@ _SEAMS: Final = {
 _ORIGINAL: Final = "__headrace_original__"  # of a wrapper: what it wraps; survives copies of the function
 
 
-def patch(*, credentials: object = None, **options: Any) -> Patch:
+def patch(*, credentials: object = None, **options: Unpack[TuningArguments]) -> Patch:
     """Make transformers and diffusers load through headrace inside a `with` block.
 
     `from_pretrained` with its usual arguments then reads safetensors files by headrace, and takes `s3://`, `gs://`, `az://` and
@@ -80,7 +83,7 @@ def patch(*, credentials: object = None, **options: Any) -> Patch:
 class Patch:
     """What `patch` returns."""
 
-    def __init__(self, credentials: object, options: dict[str, Any]) -> None:
+    def __init__(self, credentials: object, options: TuningArguments) -> None:
         headrace.Options().merged(
             {name: value for name, value in options.items() if name != "options"}
         )  # refuses what is unknown
@@ -106,9 +109,8 @@ class Patch:
         stand_in = self._stand_in(path)
         source = None if stand_in is None else stand_in.open(path)
         # Whatever the environment says of mmap: what is handed out must not alias the file.
-        return headrace.open(
-            path if source is None else source, credentials=self._credentials, **{**self._options, "mmap": "off"}
-        )
+        options: TuningArguments = {**self._options, "mmap": "off"}
+        return headrace.open(path if source is None else source, credentials=self._credentials, **options)
 
     def stands_for(self, path: str) -> bool:
         """Whether a local path is one that this patch has made up."""

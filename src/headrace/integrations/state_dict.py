@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from operator import itemgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 import headrace
 from headrace.errors import SourceError
@@ -16,14 +16,17 @@ from headrace.integrations._reading import CountedFile, LazyTensor
 if TYPE_CHECKING:
     import torch
 
+    from headrace._arguments import OpenArguments
+    from headrace._location import Location
 
-def state_dict(url: Any, *, credentials: object = None, **options: Any) -> StateDict:
+
+def state_dict(url: Location, *, credentials: object = None, **arguments: Unpack[OpenArguments]) -> StateDict:
     """Open a checkpoint as a state dict: a mapping from names to tensors, each of which is read when it is looked up.
 
     Args:
         url: as for `headrace.open`.
         credentials: as for `headrace.open`.
-        **options: tuning; see `Options`.
+        **arguments: as for `headrace.open`: `verify`, `memory_limit`, ...
 
     Returns:
         A mapping, and a context manager that closes the files.
@@ -36,7 +39,7 @@ def state_dict(url: Any, *, credentials: object = None, **options: Any) -> State
         >>> model.load_state_dict(weights)
         <All keys matched successfully>
     """
-    return StateDict(headrace.open(url, credentials=credentials, **options))
+    return StateDict(headrace.open(url, credentials=credentials, **arguments))
 
 
 class StateDict(Mapping[str, "torch.Tensor"]):

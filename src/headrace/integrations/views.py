@@ -16,12 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
+
+from typing_extensions import Unpack
 
 import headrace
 from headrace._options import AzureSettings, GcsSettings, HubSettings, S3Settings, cache_folder
 from headrace.errors import DestinationError, FormatError, OptionError
 from headrace.sources.base import ByteSource, Folder
+
+if TYPE_CHECKING:
+    from headrace._arguments import TuningArguments
 
 # What is not mirrored: weights, in every format that is met beside safetensors.
 WEIGHTS: Final = (
@@ -32,7 +37,7 @@ _PULLS: Final = ".headrace-pull"  # where `pull` keeps its books
 _READABLE: Final = 40  # characters of the url in a view's name
 
 
-def local_view(url: str | os.PathLike[str], *, credentials: object = None, **options: Any) -> str:
+def local_view(url: str | os.PathLike[str], *, credentials: object = None, **options: Unpack[TuningArguments]) -> str:
     """Make a local folder with the small files of a remote model: config, tokenizer, index; all but its weights.
 
     For libraries that want a folder for these, while the weights come by `headrace.state_dict` or `headrace.load`. The folder
@@ -75,7 +80,7 @@ class StandIn:
         weights: {local path: name in the store} of its weight files.
     """
 
-    def __init__(self, url: str, *, credentials: object, options: dict[str, Any]) -> None:
+    def __init__(self, url: str, *, credentials: object, options: TuningArguments) -> None:
         self._folder = headrace.folder(url, credentials=credentials, **options)
         names = _listed(self._folder)
         view = _fill_view(self._folder, names, credentials, options)
@@ -133,7 +138,7 @@ def _is_weights(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
-def _fill_view(folder: Folder, names: Sequence[str], credentials: object, options: dict[str, Any]) -> str:
+def _fill_view(folder: Folder, names: Sequence[str], credentials: object, options: TuningArguments) -> str:
     small = [name for name in names if not _is_weights(name)]
     path = _place(folder, credentials, "views")
     with _writing(path):
