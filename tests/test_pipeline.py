@@ -819,6 +819,19 @@ def test_tensors_are_allocated_apart_where_there_is_no_room_for_a_span(gpu: Gpu)
     assert any(found.values())
 
 
+@pytest.mark.parametrize("dtype", [None, "F16", "F64"])
+def test_borrowed_tensors_that_were_allocated_apart_are_gone_when_they_are_dropped(gpu: Gpu, dtype: str | None) -> None:
+    contents = random_contents(*[512 * KIB] * 30, dtype="F32")
+    roomy(gpu, 5 * MIB)
+    with headrace.stream(WatchedSource(serialize(contents)), device=gpu.device, ownership="borrowed", dtype=dtype) as tensors:
+        found = []
+        for name, tensor in tensors:
+            found.append(gpu.device.allocator.holds(tensor))
+            assert dtype is not None or bytes_of(tensor) == contents[name].data
+            del tensor
+    assert any(found)
+
+
 @pytest.mark.parametrize("after", range(0, 12, 2))
 def test_one_allocation_that_fails_changes_no_byte(gpu: Gpu, after: int) -> None:
     gpu.runtime.fail("cudaMalloc", after=after, code=2, times=2)
@@ -831,10 +844,10 @@ def test_one_allocation_that_fails_changes_no_byte(gpu: Gpu, after: int) -> None
 def test_the_plan_states_route_staging_and_casts(lazy: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace._limits._bus_rate", lambda: NARROW)
     contents = {"a": random_entry("F32", (1000,)), "b": random_entry("BF16", (1000,))}
-    source, dtype = WatchedSource(serialize(contents)), {"a": "BF16", "b": "F32"}
-    text = str(headrace.plan(source, device=lazy.device, dtype=dtype))
+    data, dtype = serialize(contents), {"a": "BF16", "b": "F32"}
+    text = str(headrace.plan(WatchedSource(data), device=lazy.device, dtype=dtype))
     monkeypatch.setattr("headrace._limits._bus_rate", lambda: WIDE)
-    assert "fewer bytes" not in str(headrace.plan(source, device=lazy.device, dtype=dtype))
+    assert "fewer bytes" not in str(headrace.plan(WatchedSource(data), device=lazy.device, dtype=dtype))
     assert "staged" in text
     assert "simulated:0" in text
     assert "page-locked" in text

@@ -97,8 +97,8 @@ class ToyDevice:
         (raw, _), (made, _) = (torch_form(dtype, (1,), 1) for dtype in dtypes)
 
         def kernel() -> None:
-            values = torch.frombuffer(_owner_of(source), dtype=raw).split(list(counts))
-            converted = torch.frombuffer(_owner_of(target), dtype=made).split(list(counts))
+            values = torch.frombuffer(_owner_of(source), dtype=raw, count=sum(counts)).split(list(counts))
+            converted = torch.frombuffer(_owner_of(target), dtype=made, count=sum(counts)).split(list(counts))
             for value, place in zip(values, converted, strict=True):
                 place.copy_(value)
 

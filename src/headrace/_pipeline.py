@@ -281,21 +281,26 @@ class DeviceLanding:
         part = self._on_device(_Part(span.first, span.last, 0, span.nbytes), span)
         moved = range(span.first, span.last) if self._copied and span.last - span.first > 1 else span.misaligned
         sizes = self._plan.tensors.nbytes
-        # A borrowed tensor with all of its memory would share the buffer's storage, and not seem gone while that is known here.
-        more = 1 if self._lent is not None else 0
-        own = {row: self._device.allocate(sizes[row] + more) for row in moved if sizes[row]}
+        own = {row: self._device.allocate(sizes[row] + self._more) for row in moved if sizes[row]}
         return _SpanMemory([part], [0], own, span.nbytes + span.cast_nbytes + sum(sizes[row] for row in own))
+
+    @property
+    def _more(self) -> int:
+        """Bytes that memory of one tensor is longer than the tensor: a borrowed one with all of its memory would share the
+        buffer's storage, and not seem gone while that is known here."""
+        return 1 if self._lent is not None else 0
 
     def _on_device(self, part: _Part, span: Span, *, apart: bool = False) -> _Part:
         nbytes = part.end - part.start
         self._check_headroom(span, nbytes)
         # Its pages are to be pages of the file, unless that misplaces a tensor that nothing moves afterwards.
         is_image = span.offset is not None and not (apart and part.first in span.misaligned)
-        part.raw = self._device.allocate(nbytes + PAGE if is_image else nbytes)
+        part.raw = self._device.allocate(nbytes + PAGE if is_image else nbytes + self._more)
         part.shift = (part.start - part.raw.address) % PAGE if is_image else 0
         part.address = part.raw.address + part.shift
         if span.cast is not None:
-            part.made = self._device.allocate(nbytes // DTYPES[span.cast[0]].itemsize * DTYPES[span.cast[1]].itemsize)
+            made_nbytes = nbytes // DTYPES[span.cast[0]].itemsize * DTYPES[span.cast[1]].itemsize
+            part.made = self._device.allocate(made_nbytes + self._more)
         return part
 
     def _check_headroom(self, span: Span, nbytes: int) -> None:

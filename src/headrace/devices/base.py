@@ -171,7 +171,8 @@ class Device(Protocol):
         """Queue a copy within the device."""
 
     def convert(self, source: DeviceBuffer, target: DeviceBuffer, dtypes: tuple[str, str], counts: Sequence[int]) -> None:
-        """Queue a conversion of all elements of `source`, tensors of `counts` elements each, with the bits of `tensor.to`."""
+        """Queue a conversion of tensors of `counts` elements, which lie one behind the other from the start of both buffers, with
+        the bits of `tensor.to`. The buffers may be longer."""
 
     # -- order
 

@@ -139,7 +139,8 @@ class CudaDevice:
 
     def convert(self, source: DeviceBuffer, target: DeviceBuffer, dtypes: tuple[str, str], counts: Sequence[int]) -> None:
         raw, converted = (
-            _tensor_of(buffer).view(torch_form(dtype, (1,), 1)[0]) for buffer, dtype in zip((source, target), dtypes, strict=True)
+            _tensor_of(buffer)[: sum(counts) * DTYPES[dtype].itemsize].view(torch_form(dtype, (1,), 1)[0])
+            for buffer, dtype in zip((source, target), dtypes, strict=True)
         )
         self.allocator.convert(raw, converted, counts)
 
