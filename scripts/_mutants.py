@@ -114,7 +114,8 @@ MUTANTS = (
     Mutant(
         "one copy per tensor",
         "_pipeline.py",
-        "            self._device.copy_async(part.address + begin - part.start, source + begin - start, stop - begin, pinned=pinned)\n",
+        "            self._device.copy_async("
+        "part.address + begin - part.start, source + begin - start, stop - begin, pinned=pinned)\n",
         "            for at in range(begin, stop, 40_000):\n"
         "                self._device.copy_async(part.address + at - part.start, source + at - start, min(40_000, stop - at))\n",
         "each_chunk_is_one_copy",
