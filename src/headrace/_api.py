@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self, Unpack
 
 from headrace._arguments import Group, LoadArguments, Target, Targets
+from headrace._at_once import read_at_once
 from headrace._bar import open_bar
 from headrace._checkpoint import Checkpoint, open_files, read_header_text
 from headrace._held import Held
@@ -49,7 +50,7 @@ from headrace._phases import (
 from headrace._plan import Plan
 from headrace._progress import Snapshot
 from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
-from headrace._request import Into, Order, Ownership, Rename, Request, read_at_once
+from headrace._request import Into, Order, Ownership, Rename, Request
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
@@ -540,7 +541,8 @@ def verify(
     resolved = _resolved(url, options, overrides)
     place, only = with_shards(*open_place(url, resolved, credentials))
     if (write or out is not None) and manifest is not None:
-        raise OptionError("write makes a manifest, so none can be given; leave one of the two out", option="manifest")
+        making = "write=True" if write else "out="
+        raise OptionError(f"{making} makes a manifest, so manifest= cannot be given; leave one of the two out", option="manifest")
     return verify_folder(
         place,
         only,

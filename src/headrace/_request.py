@@ -6,7 +6,6 @@ torch is imported when an engine is made and not before.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,18 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from headrace._blocks import Blocks, choose_blocked, in_blocks
 from headrace._checkpoint import Checkpoint
-from headrace._dtypes import DTYPES
 from headrace._header import TensorInfo
-from headrace._held import Held, Loan
 from headrace._integrity import LearnedBlocks, VerifiedSource
-from headrace._interpreter import gc_paused, switching_fast
+from headrace._interpreter import gc_paused
 from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, cast_place, resolve_limits, resolve_staging
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, Plan, SourceAbilities
 from headrace._planner import cast_on_device, make_plan
 from headrace._progress import Progress, Snapshot
+from headrace._resident import Resident
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
-from headrace._slices import Index, cut_slice, slice_shape
+from headrace._slices import Index, slice_shape
 from headrace.errors import OptionError, SourceError
 from headrace.sources.base import ByteSource, MappableSource, is_remote
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from headrace._direct import DirectRoute
     from headrace._engine import Engine
     from headrace._exchange import GroupLanding
-    from headrace._inplace import InPlace, Locked
+    from headrace._inplace import Locked
     from headrace._landing import HostLanding, Landing
     from headrace._peers import Peers
     from headrace._pipeline import DeviceLanding
@@ -83,9 +81,7 @@ class Request:
         with gc_paused.held():
             self.chosen = select(names, checkpoint.headers, checkpoint.rows, checkpoint.where)
         self.unmapped: list[str] = []
-        self.held = checkpoint if isinstance(checkpoint, Held) else None
-        self.loan: Loan | None = None
-        self.in_place_shards = self.held.locked_for(self.device_name) if self.held is not None else frozenset[int]()
+        self.resident = Resident(checkpoint, self.chosen, options.in_place or "off", self.device_name)
         self.direct = self._direct_route()
         if options.mmap == "require" and self.device_name != "cpu":
             raise OptionError(f"mmap='require' hands out host memory, and this load goes to {self.device_name}", option="mmap")
@@ -111,11 +107,11 @@ class Request:
         ]
         nbytes = sum(header.nbytes for header in headers)
         abilities = [
-            replace(ability, in_place=True) if shard in self.in_place_shards else ability
+            replace(ability, in_place=True) if shard in self.resident.shards else ability
             for shard, ability in enumerate(abilities)
         ]
-        if self.held is not None:
-            abilities = [replace(ability, held=self.held.how) for ability in abilities]
+        if self.resident.how:
+            abilities = [replace(ability, held=self.resident.how) for ability in abilities]
         if self.direct is not None:
             wanted = [rows is None or bool(rows) for rows in self.chosen]
             abilities = self.direct.decide(self.checkpoint.sources, abilities, wanted, opening=opening, shared=shared)
@@ -193,7 +189,7 @@ class Request:
         target = self._open_device()
         in_place = self._in_place(target, peers)
         sliced, blocked, of_ranks = frozenset[str](), dict[str, TensorInfo](), list[dict[str, Index]]()
-        if peers is not None and not self.in_place_shards:  # in place, nothing is read from storage
+        if peers is not None and not self.resident.shards:  # in place, nothing is read from storage
             sliced, blocked, of_ranks = self._join_slices(peers)
         destinations = self._destinations(into, target) if into is not None else {}
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
@@ -213,7 +209,7 @@ class Request:
         if tracer is not None and self.direct is not None:
             self.direct.files = tracer.direct(self.direct.files)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
-        together = peers is not None and not self.in_place_shards
+        together = peers is not None and not self.resident.shards
         shared = self._share(cast("Peers", peers), landing, plan, target, counters, sliced, blocks) if together else None
         landed = cast("Landing", shared) if shared is not None and self.device_name == "cpu" else landing
         plan = replace(plan, group=counters.group)
@@ -275,7 +271,7 @@ class Request:
         from headrace.devices.cpu import CpuTarget
 
         self._check_shareable(into)
-        self._borrow(None)
+        self.resident.borrow(None)
         if peers is not None:  # one rank reads for its node, with all that the node may have under way
             self.options = self.options.merged({"local_ranks": 1})
         plan, sources = self.plan(), self.checkpoint.sources
@@ -323,86 +319,14 @@ class Request:
 
     def let_go(self) -> None:
         """The load is over, or was not to be: a held checkpoint's memory is lent no more. May be called twice."""
-        if self.loan is not None:
-            self.loan.close()
+        self.resident.let_go()
 
     def _in_place(self, target: HostTarget | Device, peers: Peers | None) -> Locked | None:
-        """Page-locked memory that copies to the target come from: what is held, or the files where they lie.
-
-        All ranks that load together do without reading so, or none: one that did would not give the others what they wait for.
-        """
-        asked = self.options.in_place in ("auto", "require")
-        if self.device_name == "cpu" or (peers is not None and not all(peers.gather(asked or self.held is not None))):
-            if asked and self.device_name != "cpu":
-                self.unmapped.append("not page-locked in place: another rank does not ask for it")
-            return self._borrow(None)
-        held, why, reasons = self._in_place_by_turns(target, peers)
-        if any(reasons) and self.in_place_shards:
-            why = f"rank {next(rank for rank, reason in enumerate(reasons) if reason)} could not"
-            self.in_place_shards = frozenset()
-            if self.held is not None:
-                self.let_go()
-                held = self._borrow(None)
-            elif held is not None:
-                cast("InPlace", held).close()
-                held = None
-        if self.held is None and not self.in_place_shards and asked:
-            self.unmapped.append(f"not page-locked in place: {why}")
-        return held
-
-    def _in_place_by_turns(self, target: HostTarget | Device, peers: Peers | None) -> tuple[Locked | None, str, list[str]]:
-        """(what is held in place, why it is not, why not on each rank).
-
-        Page-locking may move a file's times (`_inplace`). So one rank does it after the other, when all have opened their files,
-        and each forgives what those before and behind it have moved.
-        """
-        held: Locked | None = None
-        why, reasons = "", list[str]()
-        for turn in range(1 if peers is None else peers.size):
-            if peers is None or turn == peers.rank:
-                if turn and not any(reasons):
-                    self._forgive_times(target)
-                held, why = (self._borrow(target), "") if self.held is not None else self._hold_in_place(target)
-                if not self.in_place_shards and not why:
-                    why = "what is held is not page-locked for the device"
-            if peers is not None:
-                reasons.append(peers.gather(why)[turn])
-        if peers is not None and not all(reasons):
-            self._forgive_times(target)
-        return held, why, reasons
-
-    def _forgive_times(self, target: HostTarget | Device) -> None:
-        if self.options.in_place not in ("auto", "require") or cast("Device", target).pins_read_only:
-            return
-        for source, rows in zip(self.checkpoint.sources, self.chosen, strict=True):
-            if (rows is None or rows) and hasattr(source, "forgive_times"):
-                source.forgive_times()
-
-    def _borrow(self, target: HostTarget | Device | None) -> Locked | None:
-        """Memory of a held checkpoint, for the load's time; what is page-locked for the target is where copies come from."""
-        if self.held is None:
-            return None
-        self.in_place_shards = self.held.locked_for(target)
-        self.loan = self.held.lend(cast("Device", target) if self.in_place_shards else None)
-        return self.loan
-
-    def _hold_in_place(self, target: HostTarget | Device) -> tuple[Locked | None, str]:
-        """The wanted shards page-locked where they lie, if that is asked for and can be; else why not."""
-        if self.options.in_place not in ("auto", "require"):
-            return None, "it was not asked for"
-        from headrace._inplace import InPlace, NotInPlaceError
-
-        wanted = {
-            i: s for i, (s, rows) in enumerate(zip(self.checkpoint.sources, self.chosen, strict=True)) if rows is None or rows
-        }
-        try:
-            held = InPlace(cast("Device", target), wanted)
-        except NotInPlaceError as exc:
-            if self.options.in_place == "require":
-                raise OptionError(f"in_place='require': {exc}", option="in_place") from exc
-            return None, str(exc)
-        self.in_place_shards = frozenset(wanted)
-        return held, ""
+        device = None if self.device_name == "cpu" else cast("Device", target)
+        locked, refused = self.resident.lock(device, peers)
+        if refused:
+            self.unmapped.append(f"not page-locked in place: {refused}")
+        return locked
 
     def _is_written_to(self, name: str, destination: Destination) -> bool:
         """Whether bytes go straight into a destination; else its values are copied in."""
@@ -410,7 +334,7 @@ class Request:
             return destination.memory is not None
         source = self.checkpoint[name].dtype
         shard = self.checkpoint.where[name][0]
-        if shard in self.in_place_shards and destination.dtype != source:
+        if shard in self.resident.shards and destination.dtype != source:
             return False
         converts_there = destination.dtype != source and cast_on_device(source, destination.dtype, cast_place(self.options))
         return destination.address is not None and not converts_there
@@ -548,45 +472,6 @@ def name_of_device(device: object) -> str:
         f"device {name!r} is not supported; load to 'cpu' and move the tensors, or to 'cuda', 'cuda:N' or 'shared-cpu'",
         option="device",
     )
-
-
-def read_at_once(checkpoint: Checkpoint, info: TensorInfo, index: Index | None) -> torch.Tensor | None:
-    """One tensor, or the part of it that an index selects, read on this thread without a plan; None for what is more than that.
-
-    An engine for one read of 16 KiB takes 400 microseconds, this 30 (2 cores, 2026-11-29), and it would read on this thread too.
-    """
-    found = _contiguous(checkpoint.options, info, index)
-    if found is None:
-        return None
-    from headrace.devices.cpu import CpuTarget
-
-    offset, nbytes, shape = found
-    tensor, memory = CpuTarget().allocate(info.dtype, shape, nbytes)
-    source = checkpoint.sources[checkpoint.where[info.name][0]]
-    with switching_fast.held():
-        source.read_into(offset, memory)
-        if isinstance(source, VerifiedSource):
-            source.confirm()
-    source.check_unchanged()
-    return cast("torch.Tensor", tensor)
-
-
-def _contiguous(options: Options, info: TensorInfo, index: Index | None) -> tuple[int, int, Sequence[int]] | None:
-    """(offset, bytes, shape) of what is one short read through the page cache."""
-    if options.direct_io == "on" or options.mmap in ("auto", "require"):
-        return None
-    if index is None:
-        return (info.offset, info.nbytes, info.shape) if info.nbytes <= CHUNK_NBYTES else None
-    try:
-        bits = DTYPES[info.dtype].bits
-        cuts, shape = cut_slice(info.shape, index, bits=bits, slot_nbytes=CHUNK_NBYTES, pieces_from_nbytes=math.inf)
-    except (IndexError, TypeError, ValueError):
-        return None  # a plan says what is wrong with it
-    if not cuts:
-        return info.offset, 0, shape
-    cut = cuts[0]
-    is_short = len(cuts) == 1 and cut.pieces == 1 and cut.shape is None and cut.nbytes <= CHUNK_NBYTES
-    return (info.offset + cut.offset, cut.nbytes, shape) if is_short else None
 
 
 def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
