@@ -46,7 +46,8 @@ class CpuTarget:
             if array_kind is None or not nbytes or len(shape) > _NUMPY_NDIM:
                 made.append(_unusual(owner, dtype, shape, position, nbytes))
                 continue
-            tensor = from_numpy(ndarray(shape, array_kind, owner, position))  # type: ignore[arg-type]  # any buffer will do
+            # Any buffer will do; numpy's types know that from Python 3.12 on.
+            tensor = from_numpy(ndarray(shape, array_kind, owner, position))  # type: ignore[arg-type, unused-ignore]
             made.append(tensor if kind is None else tensor.view(kind))
         return made
 
