@@ -167,7 +167,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, ["bench", *map(str, arguments), "--seconds", "0.3"])
+    return CliRunner().invoke(app, ["bench", "--seconds", "0.3", *map(str, arguments)])
 
 
 @pytest.mark.slow
@@ -269,6 +269,8 @@ def test_names_of_loaders_are_checked() -> None:
         (["--limit", "lots"], 2, "512MiB"),
         (["--against", "torch"], 2, "takes safetensors"),
         (["--json", "/nowhere/b.json"], 2, "/nowhere/b.json"),
+        (["--seconds", "0"], 2, "--seconds is a number above 0"),
+        (["--plot", "b.sketch"], 2, "png"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_measured(model: Path, arguments: list[str], code: int, part: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import re
@@ -23,6 +24,8 @@ from typer.testing import CliRunner
 
 import headrace
 from headrace.cli import app
+from headrace.cli._exits import _Warnings, endings
+from headrace.cli._words import spoken
 
 HEADRACE = Path(sys.executable).with_name("headrace")
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -301,22 +304,55 @@ def test_every_error_class_is_tested_above() -> None:
         (["inspect", "MODEL", "--names", "layer.0.bias"], 1, "did you mean 'layers.0.bias'"),
         (["plan", "MODEL", "--slice", "embedding=1:x"], 2, "write it as in numpy"),
         (["plan", "MODEL", "--slice", "embedding"], 2, "NAME=INDEX"),
-        (["plan", "MODEL", "--slice", "embedding=0, 0, 0"], 2, "does not fit"),
+        (["plan", "MODEL", "--slice", "embedding=0, 1:, ..., ::2"], 2, "--slice [0, 1:, ..., ::2] does not fit"),
         (["plan", "MODEL", "--dtype", "float17"], 2, "float17"),
         (["plan", "MODEL", "--dtype", "F16", "--dtype", "BF16"], 2, "two dtypes"),
-        (["load", "MODEL", "--memory-limit", "lots"], 2, "256MiB"),
-        (["load", "MODEL", "--concurrency", "0"], 2, "from 1 on"),
-        (["load", "MODEL", "--direct-io", "maybe"], 2, "'auto', 'on', 'off'"),
-        (["load", "MODEL", "--order", "any"], 2, "'ready', 'file'"),
+        (["load", "MODEL", "--memory-limit", "lots"], 2, "--memory-limit is -1, 0 or a number of bytes"),
+        (["load", "MODEL", "--concurrency", "0"], 2, "error: --concurrency is a whole number from 1 on"),
+        (["load", "MODEL", "--direct-io", "maybe"], 2, "--direct-io is one of 'auto', 'on', 'off'"),
+        (["load", "MODEL", "--order", "any"], 2, "--order is one of 'ready', 'file'"),
         (["load", "MODEL", "--ownership", "none"], 2, "'leased'"),
+        (["load", "MODEL", "--verify", "require"], 2, "give one with --verify PATH, or take --verify auto, which"),
+        (["load", "MODEL", "--gds", "require"], 2, "--gds require reads into a device's memory"),
         (["load", "gopher://host/model"], 2, "gopher://"),
+        (["verify", "MODEL"], 2, "or give one with --manifest PATH"),
+        (["verify", "MODEL", "--write", "--manifest", "m.json"], 2, "--write makes a manifest, so --manifest cannot be given;"),
+        (["verify", "MODEL/model-00001-of-00002.safetensors", "--write"], 2, "verify the folder, or give --out PATH"),
     ],
 )
 def test_mistakes_are_explained(model: Path, arguments: list[str], code: int, part: str) -> None:
-    result = run(*(str(model) if argument == "MODEL" else argument for argument in arguments))
+    result = run(*(argument.replace("MODEL", str(model)) for argument in arguments))
     assert result.exit_code == code
     assert result.stdout == ""
     assert part in only_line(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("verify='auto' checks what it can", "--verify auto checks what it can"),
+        ("give one with verify=PATH, or leave verify= out", "give one with --verify PATH, or leave --verify out"),
+        ("(write=True does)", "(--write does)"),
+        ("pin='require': no memory; memory_limit=0 needs less", "HEADRACE_PIN=require: no memory; --memory-limit 0 needs less"),
+        ("rename= changes names", "rename= changes names"),
+        ("environment variable HEADRACE_GDS='x'", "environment variable HEADRACE_GDS='x'"),
+        ("https://host/m?verify='auto': gone", "https://host/m?verify='auto': gone"),
+    ],
+)
+def test_messages_call_arguments_what_is_typed(message: str, typed: str) -> None:
+    flags = {"verify": "--verify", "write": "--write", "memory_limit": "--memory-limit"}
+    assert spoken(message, flags) == typed
+
+
+def test_warnings_call_arguments_what_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, handler = logging.getLogger("headrace"), _Warnings()
+    logger.addHandler(handler)
+    try:
+        with endings(debug=False, flags={"gds": "--gds"}):
+            logger.warning("gds='auto': files go through host memory instead")
+    finally:
+        logger.removeHandler(handler)
+    assert capsys.readouterr().err == "headrace: warning: --gds auto: files go through host memory instead\n"
 
 
 @pytest.mark.parametrize(

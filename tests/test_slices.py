@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace._slices import Cut, Parts, cut_slice, slice_shape
+from headrace._slices import Cut, Parts, cut_slice, index_text, slice_shape
 
 Bytes = npt.NDArray[np.uint8]
 Index = Any
@@ -363,3 +363,17 @@ def test_rows_of_narrow_elements_are_taken_in_parts() -> None:
     cuts, shape = cut_slice([6, 4], Parts([(0, 1), (3, 5)]), bits=4, slot_nbytes=1 << 20, pieces_from_nbytes=1e9)
     assert shape == (3, 4)
     assert [(cut.offset, cut.nbytes, cut.position) for cut in cuts] == [(0, 2, 0), (6, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        (3, "[3]"),
+        ((slice(None), slice(0, 128), slice(None, None, -2)), "[:, 0:128, ::-2]"),
+        ((..., Parts([(0, 2)])), "[..., Parts([(0, 2)])]"),
+        ("text", "['text']"),
+        (None, "[None]"),
+    ],
+)
+def test_an_index_is_shown_as_it_is_written(index: object, text: str) -> None:
+    assert index_text(index) == text

@@ -35,7 +35,7 @@ from headrace._plan import (
     Span,
     Tensors,
 )
-from headrace._slices import Cut, Index, cut_slice, slice_shape
+from headrace._slices import Cut, Index, cut_slice, index_text, slice_shape
 from headrace.errors import OptionError
 
 _T = TypeVar("_T")
@@ -465,7 +465,7 @@ class _ShardPlanner:
             )
         except (IndexError, TypeError, ValueError) as exc:
             shown = f"{self.names[i]!r} of shape {list(self.shapes[i])}"
-            raise OptionError(f"slice {index!r} does not fit tensor {shown}: {exc}", option="slices") from exc
+            raise OptionError(f"slice {index_text(index)} does not fit tensor {shown}: {exc}", option="slices") from exc
         wanted = math.prod(shape) * dtype.bits // 8
         if len(cuts) == 1 and cuts[0].pieces == 1 and cuts[0].shape is None and run.source == run.target:
             self._add_row_slice(i, cuts[0], shape, given=run.given)

@@ -72,6 +72,19 @@ Index: TypeAlias = "int | slice | Parts | EllipsisType | Sequence[int | slice | 
 _Selector: TypeAlias = "int | slice | Parts"
 
 
+def index_text(index: object) -> str:
+    """An index as numpy's users write it: [0:128, :]. What is none is shown as it is."""
+    items = index if isinstance(index, (tuple, list)) else (index,)
+    return f"[{', '.join(map(_item_text, items))}]"
+
+
+def _item_text(item: object) -> str:
+    if isinstance(item, slice):
+        bounds = [item.start, item.stop, *([] if item.step is None else [item.step])]
+        return ":".join("" if bound is None else repr(bound) for bound in bounds)
+    return "..." if item is Ellipsis else repr(item)
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Bytes to read for a slice, and where they go.

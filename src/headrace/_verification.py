@@ -96,7 +96,7 @@ class Verification:
         if not name.endswith(_SUFFIX):
             return source  # an index: the shards that it names are checked
         if self._required:
-            raise nothing_to_check(source.url, uncomputed(source))
+            raise nothing_to_check(source.url, uncomputed(source), instead=_INSTEAD)
         self.unverified.append(source.url)
         return source
 
@@ -201,14 +201,22 @@ def read_manifest(source: ByteSource) -> Manifest:
         source.close()
 
 
-def nothing_to_check(url: str, uncomputed: Sequence[str] = ()) -> OptionError:
-    """The error for a file that cannot be verified. `uncomputed`: checksums that its store tells, and that need a library."""
+_INSTEAD = "give one with verify=PATH, or take verify='auto', which checks what it can"
+
+
+def nothing_to_check(url: str, uncomputed: Sequence[str], *, instead: str) -> OptionError:
+    """The error for a file that cannot be verified.
+
+    Args:
+        url: the file, or the folder.
+        uncomputed: checksums that its store tells, and that need a library.
+        instead: what else can be done than to write a manifest.
+    """
     told = "no digest that is known here"
     if uncomputed:
         told = f"{' and '.join(uncomputed)} only, which Python itself does not compute: pip install 'headrace[checksums]'"
     return OptionError(
         f"verify: there is nothing to check {url} against: no {MANIFEST_NAME} beside it, and its store tells {told}. Write a "
-        "manifest from a copy you trust with `headrace verify --write FOLDER`, give one with verify=PATH, or "
-        "take verify='auto', which checks what it can",
+        f"manifest from a copy you trust with `headrace verify --write FOLDER`, {instead}",
         option="verify",
     )

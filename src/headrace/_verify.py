@@ -165,7 +165,8 @@ def verify_folder(
     with _Run(folder, manifest, progress, writes=out is not None) as run:
         run.open(names, concurrency)
         if out is None and all(file.status == "unchecked" for file in run.files):
-            raise nothing_to_check(folder.url, sorted({name for file in run.files for name in file.uncomputed}))
+            uncomputed = sorted({name for file in run.files for name in file.uncomputed})
+            raise nothing_to_check(folder.url, uncomputed, instead="or give one with manifest=PATH")
         run.check(concurrency)
         if manifest is not None and only is None and index is None:
             run.miss(set(manifest.files) - set(names))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace._bench._report import Report, Run
@@ -60,9 +61,11 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
         plt.close(figure)
 
 
-def check_drawable() -> None:
-    """Raise OptionError where matplotlib is missing: before minutes are spent on measuring."""
-    _pyplot()
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Raise OptionError where matplotlib is missing, or has no such pictures: before minutes are spent on measuring."""
+    kinds, suffix = _pyplot().Figure().canvas.get_supported_filetypes(), Path(path).suffix.lower().removeprefix(".")
+    if suffix and suffix not in kinds:
+        raise OptionError(f"--plot {os.fspath(path)}: there are no pictures of this kind; {', '.join(kinds)} are", option="plot")
 
 
 def _pyplot() -> Any:

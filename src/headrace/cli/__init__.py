@@ -21,13 +21,14 @@ from headrace.cli._load import load
 from headrace.cli._plan import plan
 from headrace.cli._pull import pull
 from headrace.cli._verify import verify
+from headrace.cli._words import flags_of
 
 
 class _Command(TyperCommand):
     """A command whose errors become one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        with endings(debug=ctx.find_root().params["debug"]):
+        with endings(debug=ctx.find_root().params["debug"], flags=flags_of(self.params)):
             return super().invoke(ctx)
 
 

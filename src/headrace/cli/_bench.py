@@ -64,7 +64,9 @@ def bench(
     from headrace._bench._rivals import parse_names
 
     if plot is not None:
-        check_drawable()
+        check_drawable(plot)
+    if not seconds > 0:
+        raise OptionError(f"--seconds is a number above 0, not {seconds:g}", option="seconds")
     for file in (json_file, plot, trace):
         _check_writable(file)
     settings = Settings(limit_nbytes=_nbytes(limit), seconds=seconds, cold=cold, against=parse_names(against or ""))

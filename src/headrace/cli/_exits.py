@@ -12,14 +12,15 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import typer
 
 from headrace import HeadraceError, OptionError
 from headrace.cli._screen import printable
+from headrace.cli._words import spoken, spoken_error
 
 DATA, USAGE, BUG, INTERRUPTED, PIPE_CLOSED = 1, 2, 70, 130, 141
 EXIT_CODES = (
@@ -37,8 +38,16 @@ def say(kind: str, text: str) -> None:
 
 
 @contextmanager
-def endings(*, debug: bool) -> Iterator[None]:
-    """Turn what a command raises into a line on stderr and an exit code."""
+def endings(*, debug: bool, flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Turn what a command raises into a line on stderr and an exit code.
+
+    Args:
+        debug: show the traceback.
+        flags: {argument of the API: option of the command}.
+    """
+    for handler in logging.getLogger("headrace").handlers:
+        if isinstance(handler, _Warnings):
+            handler.flags = flags
     try:
         yield
         sys.stdout.flush()
@@ -49,7 +58,9 @@ def endings(*, debug: bool) -> Iterator[None]:
         _discard_stdout()
         raise typer.Exit(PIPE_CLOSED) from None
     except HeadraceError as error:
-        raise _ended("error", str(error), USAGE if isinstance(error, OptionError) else DATA, debug=debug) from None
+        raise _ended(
+            "error", spoken_error(error, flags), USAGE if isinstance(error, OptionError) else DATA, debug=debug
+        ) from None
     except (OSError, MemoryError) as error:
         _discard_stdout()  # it may be what failed, on a full disk
         raise _ended("error", str(error) or type(error).__name__, DATA, debug=debug) from None
@@ -119,5 +130,7 @@ def speak_plainly() -> None:
 
 
 class _Warnings(logging.Handler):
+    flags: Mapping[str, str] = MappingProxyType({})  # of the command that runs
+
     def emit(self, record: logging.LogRecord) -> None:
-        say("warning", record.getMessage())
+        say("warning", spoken(record.getMessage(), self.flags))
