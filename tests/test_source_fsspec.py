@@ -418,6 +418,31 @@ def test_what_there_is_no_filesystem_for_is_refused_with_what_to_install(url: st
     assert url.partition(":")[0] in str(error)
 
 
+@pytest.mark.parametrize("is_installed", [True, False], ids=["fsspec", "no-fsspec"])
+@pytest.mark.parametrize(
+    ("url", "form"),
+    [
+        ("gcs://models/m", "gs://bucket/"),
+        ("s3a://models/m", "s3://bucket/"),
+        ("S3N://models/m/a.safetensors", "s3://bucket/"),
+        ("adl://models/m", "az://container/"),
+        ("wasb://models@me.blob.core.windows.net/m", "az://container/"),
+        ("wasbs://models@me.blob.core.windows.net/m", "az://container/"),
+    ],
+)
+def test_another_name_of_a_store_that_has_a_source_leads_to_it(
+    url: str, form: str, is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("gcsfs", "s3fs", "adlfs", *(() if is_installed else ("fsspec", "fsspec.core"))):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert f"write {form}..." in str(error_of(OptionError, headrace.load, url))
+
+
+def test_inside_a_chain_a_store_is_fsspecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert "gs://" not in str(error_of(OptionError, headrace.load, "zip://m::gcs://models/m.zip"))
+
+
 def test_without_fsspec_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("fsspec", "fsspec.core"):
         monkeypatch.setitem(sys.modules, module, None)

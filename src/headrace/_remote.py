@@ -127,8 +127,10 @@ def shown_url(url: str) -> str:
 
 def unknown_scheme(url: str, scheme: str) -> OptionError:
     """The error for a scheme that no adapter takes."""
-    near = get_close_matches(scheme, _MAKERS, n=1)
-    hint = f"did you mean {near[0]}://? " if near else ""
+    from headrace.sources.fsspec import own_form
+
+    own, near = own_form(url), get_close_matches(scheme, _MAKERS, n=1)
+    hint = f"write {own}; " if own is not None else f"did you mean {near[0]}://? " if near else ""
     known = ", ".join(f"{each}://" for each in _MAKERS)
     return OptionError(
         f"{shown_url(url)}: there is no source for {scheme}://; {hint}local paths, {known} work, "

@@ -9,7 +9,7 @@ file that became shorter is noticed. Bytes are read into place where the filesys
 """
 
 from headrace.sources.fsspec._calls import Filesystem, knows_scheme
-from headrace.sources.fsspec._chain import shown_chain, split_chain
+from headrace.sources.fsspec._chain import own_form, shown_chain, split_chain
 from headrace.sources.fsspec._files import FsspecFolder, FsspecSource, FsspecVersion, RemoteFsspecSource, open_fsspec
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "RemoteFsspecSource",
     "knows_scheme",
     "open_fsspec",
+    "own_form",
     "shown_chain",
     "split_chain",
 ]

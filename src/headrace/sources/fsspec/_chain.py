@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote
 
 from headrace.sources.http import public_url
+
+_OWN: Final = {  # other programs' names of stores that have a source here, and how their addresses are written for it
+    "gcs": "gs://bucket/...",
+    "s3a": "s3://bucket/...",
+    "s3n": "s3://bucket/...",
+    "adl": "az://container/...",
+    "wasb": "az://container/...",
+    "wasbs": "az://container/...",
+}
+
+
+def own_form(url: str) -> str | None:
+    """How an address is written for the source that headrace has for its store; None: it has none, or not inside a chain.
+
+    >>> own_form("s3a://models/m")
+    's3://bucket/...'
+    """
+    return None if "::" in url else _OWN.get(url.partition("://")[0].lower())
 
 
 def shown_chain(url: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError, TruncatedError
 from headrace.sources.fsspec._calls import Calls, Filesystem, module
-from headrace.sources.fsspec._chain import secrets_of, shown_chain, split_chain
+from headrace.sources.fsspec._chain import own_form, secrets_of, shown_chain, split_chain
 from headrace.sources.fsspec._errors import Words
 from headrace.sources.http import Traffic
 from headrace.sources.objects import leads_out
@@ -110,7 +110,9 @@ class FsspecFolder:
         try:
             found: tuple[Filesystem, str] = core.url_to_fs(url, skip_instance_cache=True, **options)
         except (ImportError, TypeError, ValueError) as exc:  # before anything was reached
-            raise OptionError(f"fsspec cannot open {shown_chain(url)}: {self._words.of(exc)}", option="url") from None
+            own = own_form(url) if isinstance(exc, ImportError) else None
+            hint = f"; headrace has a source of its own for this store: write {own}" if own is not None else ""
+            raise OptionError(f"fsspec cannot open {shown_chain(url)}: {self._words.of(exc)}{hint}", option="url") from None
         except Exception as exc:  # noqa: BLE001 - whatever a filesystem of anybody's raises
             raise self._words.error(exc, "open", self.url) from self._words.cause(exc)
         return found
