@@ -28,6 +28,7 @@ from checkpoints import bytes_of, serialize
 from http_servers import Certificates, fault, free_port
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import DATA, KIB, NESTED, QUICK, PrefixFolderTests, PrefixTests, Served, forget
 from typer.testing import CliRunner
 
 import headrace
@@ -59,7 +60,6 @@ from headrace.sources.http import (
     Access,
     Headers,
     HttpError,
-    Policy,
     RefusedError,
     ThrottledError,
     Timing,
@@ -74,12 +74,8 @@ from headrace.testing.sources import error_of, pattern, read
 blob_library = pytest.importorskip("azure.storage.blob")
 pytest.importorskip("azure.identity")
 
-KIB = 1 << 10
-DATA = pattern(300_007)
 TOKEN = "tOkEn-0123456789-abcdefghijklmnopq"
 URL = "az://models/m/a.bin"
-BRISK = Policy(attempts=4, backoff_s=0.0, stall_timeout_s=10.0, connect_timeout_s=10.0, hedge_after_s=None)
-QUICK = Access(policy=BRISK)
 HOUR = 3600.0
 VARIABLES = [
     "AZURE_STORAGE_ACCOUNT_NAME",
@@ -104,24 +100,13 @@ VARIABLES = [
     "IDENTITY_ENDPOINT",
     "IDENTITY_HEADER",
     "MSI_ENDPOINT",
-    "REQUESTS_CA_BUNDLE",
-    "SSL_CERT_FILE",
-    "http_proxy",
-    "https_proxy",
-    "all_proxy",
-    "no_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
 ]
 
 
 @pytest.fixture(autouse=True)
 def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No variable and no login of Azure that this machine may have counts here."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    forget(monkeypatch, VARIABLES)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
@@ -192,61 +177,40 @@ def sas(ends_at: float, *, container: str = "models", permission: str = "rl", ke
 # ---- the contracts
 
 
-class TestAzureSource(SourceTests):
-    @pytest.fixture(autouse=True)
-    def servers(self) -> Iterator[None]:
-        with contextlib.ExitStack() as self.stack:
-            yield
-
+class TestAzureSource(Served, SourceTests):
     def make(self, data: bytes) -> AzureSource:
         server = self.stack.enter_context(serving({"models": {"a b/größe+%20.bin": data}}))
         return store(server).open("az://models/a b/größe+%20.bin", prefix_nbytes=KIB)
 
 
-class TestAzureFolder(FolderTests):
-    prefix = "llama/8b"
+MARKED = {name: data for name, data in NESTED.items() if name not in ("m/sub/", "m/old_$folder$")} | {
+    "m/sub": b"",
+    "m/hadoop": b"",
+}
+FOLDERS = {("models", "m/sub"): {"ResourceType": "directory"}, ("models", "m/hadoop"): {"Hdi_isfolder": "true"}}
 
-    @pytest.fixture(autouse=True)
-    def servers(self) -> Iterator[None]:
-        with contextlib.ExitStack() as self.stack:
-            yield
 
-    def make(self, files: dict[str, bytes]) -> Folder:
-        start = f"{self.prefix}/" if self.prefix else ""
-        marker = {start: b""} if start else {}
-        server = self.stack.enter_context(serving({"models": marker | {start + name: data for name, data in files.items()}}))
-        return AzureFolder(f"az://models/{self.prefix}", credentials=keyed(server), access=QUICK)
+class OurStore:
+    scheme = "az"
 
-    def make_missing(self) -> Folder:
-        server = self.stack.enter_context(serving())
-        return AzureFolder("az://absent/m", credentials=keyed(server), access=QUICK)
+    def store(self: Any, content: dict[str, bytes]) -> tuple[AzureStore, str]:
+        marked = {place: told for place, told in FOLDERS.items() if place[1] in content}
+        return store(self.stack.enter_context(serving({"models": content}, metadata=marked))), "models"
+
+
+class TestAzureFolder(OurStore, PrefixFolderTests): ...
 
 
 class TestAzureFolderThatIsAContainer(TestAzureFolder):
     prefix = ""
 
 
+class TestAzurePrefix(OurStore, PrefixTests):
+    nested = MARKED
+    missing, of_bucket = BlobNotFoundError, "container"
+
+
 # ---- folders
-
-
-NESTED = {
-    "m/": b"", "m/a.safetensors": b"a", "m/sub": b"", "m/sub/b.bin": b"bb", "m/sub/deep/c": b"c", "m/hadoop": b"",
-    "m/empty": b"", "m2/x": b"x", "m.json": b"{}", "mm": b"",
-}  # fmt: skip
-FOLDERS = {("models", "m/sub"): {"ResourceType": "directory"}, ("models", "m/hadoop"): {"Hdi_isfolder": "true"}}
-
-
-@pytest.mark.parametrize("url", ["az://models/m", "az://models/m/"])
-def test_folder_is_an_exact_prefix_without_markers(url: str) -> None:
-    with serving({"models": NESTED}, metadata=FOLDERS) as server:
-        folder = store(server).folder(url)
-        assert folder.url == "az://models/m"
-        assert folder.names() == ["a.safetensors", "empty"]
-        assert folder.walk() == ["a.safetensors", "empty", "sub/b.bin", "sub/deep/c"]
-        assert [(entry.key, entry.nbytes) for entry in folder.list_keys() if entry.nbytes == 2] == [("m/sub/b.bin", 2)]
-        with contextlib.closing(folder.open("sub/b.bin")) as source:
-            assert source.url == "az://models/m/sub/b.bin"
-            assert read(source, 0, 2) == b"bb"
 
 
 def test_listing_goes_on_beyond_a_page() -> None:
@@ -274,13 +238,6 @@ def test_a_page_without_blobs_is_not_the_end() -> None:
         checked = server._check
         server._check = lambda seen: replies(seen) or checked(replace(seen, target=seen.target.replace("&marker=more", "")))
         assert store(server).folder("az://models/m").names() == ["a.bin"]
-
-
-def test_a_prefix_without_blobs_is_not_found() -> None:
-    with serving() as server:
-        error = error_of(BlobNotFoundError, store(server).folder("az://models/n").names)
-        assert (error.url, error.account, error.container, error.key) == ("az://models/n", ACCOUNT, "models", "n")
-        assert store(server).folder("az://models").names() == []
 
 
 def test_blobs_open_where_listing_is_not_allowed() -> None:
@@ -1162,7 +1119,7 @@ def test_the_emulator_takes_every_kind_of_credentials(emulated: Emulated) -> Non
 @needs_emulator
 def test_the_emulator_lists_folders_and_odd_names(emulated: Emulated) -> None:
     odd = {f"m/{name}": b"1" for name in ("a b", "50%25", "x+y", "é", "a#b", "a?b", "&=;:@!$'()*,")}
-    container = emulated.upload(NESTED | odd, {"m/sub": {"hdi_isfolder": "true"}, "m/hadoop": {"hdi_isfolder": "true"}})
+    container = emulated.upload(MARKED | odd, {"m/sub": {"hdi_isfolder": "true"}, "m/hadoop": {"hdi_isfolder": "true"}})
     folder = emulated.store().folder(f"az://{container}/m")
     assert folder.names() == sorted(["a.safetensors", "empty", *(name.removeprefix("m/") for name in odd)])
     assert set(folder.walk()) - set(folder.names()) == {"sub/b.bin", "sub/deep/c"}

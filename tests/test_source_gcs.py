@@ -33,12 +33,12 @@ from gcs_server import (
 from http_servers import Certificates, ProxyServer, fault, free_port
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import DATA, KIB, NESTED, QUICK, PrefixFolderTests, PrefixTests, Served, forget
 
 import headrace
 from headrace._options import GcsSettings, Options
 from headrace._remote import Remote
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError
-from headrace.sources.base import Folder
 from headrace.sources.gcs import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -57,24 +57,18 @@ from headrace.sources.gcs._errors import parse_complaint
 from headrace.sources.gcs._listing import parse_json_page, parse_xml_page
 from headrace.sources.gcs._transport import Transport
 from headrace.sources.http import (
-    Access,
     HttpError,
-    Policy,
     RefusedError,
     ThrottledError,
     WrongAnswerError,
     WrongEncodingError,
 )
-from headrace.testing import FolderTests, SourceTests
+from headrace.testing import SourceTests
 from headrace.testing.s3server import S3Server
 from headrace.testing.sources import error_of, pattern, read
 
 pytest.importorskip("google.auth")
 
-KIB = 1 << 10
-DATA = pattern(300_007)
-BRISK = Policy(attempts=4, backoff_s=0.0, stall_timeout_s=10.0, connect_timeout_s=10.0, hedge_after_s=None)
-QUICK = Access(policy=BRISK)
 HEADRACE = Path(sys.executable).parent / "headrace"
 HMAC_ID, HMAC_SECRET = "GOOGTESTTESTTEST0001", "hmac-secret-0123456789abcdefABCDEF0123456"
 VARIABLES = [
@@ -87,18 +81,13 @@ VARIABLES = [
     "RUNAI_STREAMER_GCS_CREDENTIAL_FILE",
     "RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS",
     "STORAGE_EMULATOR_HOST",
-    "REQUESTS_CA_BUNDLE",
-    "SSL_CERT_FILE",
-    *(f"{scheme}_proxy" for scheme in ("http", "https", "all", "no")),
-    *(f"{scheme}_PROXY" for scheme in ("HTTP", "HTTPS", "ALL", "NO")),
 ]
 
 
 @pytest.fixture(autouse=True)
 def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No variable and no file of Google's that this machine may have counts here."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    forget(monkeypatch, VARIABLES)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
 
@@ -146,68 +135,56 @@ def opened(where: GcsStore, url: str = "gs://models/m/a.bin", *, prefix_nbytes: 
 # ---- the contracts, against both servers
 
 
-class TestGcsSource(SourceTests):
-    @pytest.fixture(autouse=True)
-    def servers(self) -> Iterator[None]:
-        with contextlib.ExitStack() as self.stack:
-            yield
-
+class TestGcsSource(Served, SourceTests):
     def make(self, data: bytes) -> GcsSource:
         server = self.stack.enter_context(serving({"models": {"a b/größe+%20#?.bin": data}}, private=True))
         return store(server).open("gs://models/a b/größe+%20#?.bin", prefix_nbytes=KIB)
 
 
-class TestGcsFolder(FolderTests):
-    prefix = "llama/8b"
+class OurStore:
+    scheme = "gs"
 
-    @pytest.fixture(autouse=True)
-    def servers(self) -> Iterator[None]:
-        with contextlib.ExitStack() as self.stack:
-            yield
+    def store(self: Any, content: dict[str, bytes]) -> tuple[GcsStore, str]:
+        return nobody(self.stack.enter_context(serving({"models": content}))), "models"
 
-    def make(self, files: dict[str, bytes]) -> Folder:
-        return nobody(self.stack.enter_context(serving({"models": self.content(files)}))).folder(f"gs://models/{self.prefix}")
 
-    def make_missing(self) -> Folder:
-        return nobody(self.stack.enter_context(serving())).folder("gs://absent/m")
-
-    def content(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        start = f"{self.prefix}/" if self.prefix else ""
-        return ({start: b""} if start else {}) | {start + name: data for name, data in files.items()}
+class TestGcsFolder(OurStore, PrefixFolderTests): ...
 
 
 class TestGcsFolderThatIsABucket(TestGcsFolder):
     prefix = ""
 
 
-class TestEmulatedSource(SourceTests):
+class TestGcsPrefix(OurStore, PrefixTests):
+    missing = ObjectNotFoundError
+
+
+class InTheEmulator:
+    scheme = "gs"
+
     @pytest.fixture(autouse=True)
     def servers(self, emulator: Emulator) -> None:
         self.emulator = emulator
 
+    def store(self, content: dict[str, bytes]) -> tuple[GcsStore, str]:
+        return nobody(self.emulator), self.emulator.bucket(content)
+
+
+class TestEmulatedSource(InTheEmulator, SourceTests):
     def make(self, data: bytes) -> GcsSource:
-        bucket = self.emulator.bucket({"a b/größe+%20#?.bin": data})
-        return nobody(self.emulator).open(f"gs://{bucket}/a b/größe+%20#?.bin", prefix_nbytes=KIB)
+        where, bucket = self.store({"a b/größe+%20#?.bin": data})
+        return where.open(f"gs://{bucket}/a b/größe+%20#?.bin", prefix_nbytes=KIB)
 
 
-class TestEmulatedFolder(TestGcsFolder):
-    @pytest.fixture(autouse=True)
-    def servers(self, emulator: Emulator) -> None:
-        self.emulator = emulator
+class TestEmulatedFolder(InTheEmulator, PrefixFolderTests): ...
 
-    def make(self, files: dict[str, bytes]) -> Folder:
-        return nobody(self.emulator).folder(f"gs://{self.emulator.bucket(self.content(files))}/{self.prefix}")
 
-    def make_missing(self) -> Folder:
-        return nobody(self.emulator).folder("gs://absent/m")
+class TestEmulatedPrefix(InTheEmulator, PrefixTests):
+    missing = ObjectNotFoundError
 
 
 # ---- folders
 
-NESTED = {
-    "m/": b"", "m/a.safetensors": b"a", "m/sub/": b"", "m/sub/b.bin": b"bb", "m/sub/deep/c": b"c", "m/old_$folder$": b"",
-    "m/empty": b"", "m2/x": b"x", "m.json": b"{}", "mm": b"",
-}  # fmt: skip
 WEIRD = {
     "m/a b": b"1",
     "m/100%": b"2",
@@ -234,19 +211,12 @@ def place(request: pytest.FixtureRequest) -> Iterator[Callable[[dict[str, bytes]
         yield make
 
 
-@pytest.mark.parametrize("slash", ["", "/"])
-def test_folder_is_an_exact_prefix_without_markers(place: Any, slash: str) -> None:
+def test_a_listing_tells_the_generation_that_is_opened(place: Any) -> None:
     where, bucket = place(NESTED)
-    folder = where.folder(f"gs://{bucket}/m{slash}")
-    assert folder.url == f"gs://{bucket}/m"
-    assert folder.names() == ["a.safetensors", "empty"]
-    assert folder.walk() == ["a.safetensors", "empty", "sub/b.bin", "sub/deep/c"]
+    folder = where.folder(f"gs://{bucket}/m")
     entries = {entry.name: entry for entry in folder.list_keys()}
-    assert (entries["sub/b.bin"].key, entries["sub/b.bin"].nbytes) == ("m/sub/b.bin", 2)
     with contextlib.closing(folder.open("sub/b.bin")) as source:
-        assert source.url == f"gs://{bucket}/m/sub/b.bin"
-        assert read(source, 0, 2) == b"bb"
-        assert source.version.generation == entries["sub/b.bin"].generation  # type: ignore[attr-defined]
+        assert source.version.generation == entries["sub/b.bin"].generation
 
 
 def test_keys_are_taken_as_they_are(place: Any) -> None:
@@ -277,13 +247,6 @@ def test_a_long_index_takes_one_request() -> None:
         with contextlib.closing(nobody(server).folder("gs://models/m").open("model.safetensors.index.json")) as source:
             assert read(source, 0, len(DATA)) == DATA
         assert len(server.seen) == 1
-
-
-def test_a_prefix_without_objects_is_not_found(place: Any) -> None:
-    where, bucket = place({"m/a.bin": b"a"})
-    error = error_of(ObjectNotFoundError, where.folder(f"gs://{bucket}/n").names)
-    assert (error.url, error.bucket, error.key) == (f"gs://{bucket}/n", bucket, "n")
-    assert where.folder(f"gs://{bucket}").names() == []
 
 
 def test_a_missing_bucket_is_told_from_a_missing_object(place: Any) -> None:

@@ -22,18 +22,16 @@ import pytest
 from checkpoints import Entry as TensorEntry
 from checkpoints import bytes_of, serialize
 from http_servers import free_port
+from stores import DATA, KIB, NESTED, QUICK, PrefixFolderTests, PrefixTests, Served, forget
 from typer.testing import CliRunner
 
 import headrace
 from headrace._options import S3Settings
 from headrace.cli import app
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError, SourcePermissionError
-from headrace.sources.base import Folder
 from headrace.sources.http import (
-    Access,
     Headers,
     HttpError,
-    Policy,
     RedirectError,
     RefusedError,
     ThrottledError,
@@ -58,7 +56,7 @@ from headrace.sources.s3 import (
 from headrace.sources.s3._address import Place, encode_query, escape, parse_url
 from headrace.sources.s3._errors import parse_complaint
 from headrace.sources.s3._listing import parse_page
-from headrace.testing import FolderTests, SourceTests
+from headrace.testing import SourceTests
 from headrace.testing.s3server import (
     Bucket,
     Replaced,
@@ -72,15 +70,11 @@ from headrace.testing.sources import error_of, pattern, read
 
 pytest.importorskip("botocore")
 
-KIB = 1 << 10
-DATA = pattern(300_007)
 ACCESS_KEY, SECRET, TOKEN = (
     "AKIATESTTESTTEST0001",
     "sEcReTsEcReTsEcReT0123456789abcdefABCDEF",
     "tOkEn-0123456789-abcdefghijklmnopq",
 )
-BRISK = Policy(attempts=4, backoff_s=0.0, stall_timeout_s=10.0, connect_timeout_s=10.0, hedge_after_s=None)
-QUICK = Access(policy=BRISK)
 VARIABLES = [
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -101,24 +95,13 @@ VARIABLES = [
     "RUNAI_STREAMER_S3_ENDPOINT",
     "RUNAI_STREAMER_S3_UNSIGNED",
     "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING",
-    "REQUESTS_CA_BUNDLE",
-    "SSL_CERT_FILE",
-    "http_proxy",
-    "https_proxy",
-    "all_proxy",
-    "no_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
 ]
 
 
 @pytest.fixture(autouse=True)
 def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No variable and no file of AWS that this machine may have counts here."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    forget(monkeypatch, VARIABLES)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -149,60 +132,31 @@ def opened(server: S3Server, url: str = "s3://models/m/a.bin", *, prefix_nbytes:
 # ---- the contracts
 
 
-class TestS3Source(SourceTests):
-    @pytest.fixture(autouse=True)
-    def servers(self) -> Iterator[None]:
-        with contextlib.ExitStack() as self.stack:
-            yield
-
+class TestS3Source(Served, SourceTests):
     def make(self, data: bytes) -> S3Source:
         server = self.stack.enter_context(serving({"models": {"a b/größe+%20.bin": data}}))
         return open_s3("s3://models/a b/größe+%20.bin", credentials=keys(server), access=QUICK, prefix_nbytes=KIB)
 
 
-class TestS3Folder(FolderTests):
-    prefix = "llama/8b"
+class OurStore:
+    scheme = "s3"
 
-    @pytest.fixture(autouse=True)
-    def servers(self) -> Iterator[None]:
-        with contextlib.ExitStack() as self.stack:
-            yield
+    def store(self: Any, content: dict[str, bytes]) -> tuple[S3Store, str]:
+        return store(self.stack.enter_context(serving({"models": content}))), "models"
 
-    def make(self, files: dict[str, bytes]) -> Folder:
-        start = f"{self.prefix}/" if self.prefix else ""
-        marker = {start: b""} if start else {}
-        server = self.stack.enter_context(serving({"models": marker | {start + name: data for name, data in files.items()}}))
-        return S3Folder(f"s3://models/{self.prefix}", credentials=keys(server), access=QUICK)
 
-    def make_missing(self) -> Folder:
-        server = self.stack.enter_context(serving())
-        return S3Folder("s3://absent/m", credentials=keys(server), access=QUICK)
+class TestS3Folder(OurStore, PrefixFolderTests): ...
 
 
 class TestS3FolderThatIsABucket(TestS3Folder):
     prefix = ""
 
 
+class TestS3Prefix(OurStore, PrefixTests):
+    missing = ObjectNotFoundError
+
+
 # ---- folders
-
-
-NESTED = {
-    "m/": b"", "m/a.safetensors": b"a", "m/sub/": b"", "m/sub/b.bin": b"bb", "m/sub/deep/c": b"c", "m/old_$folder$": b"",
-    "m/empty": b"", "m2/x": b"x", "m.json": b"{}", "mm": b"",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("url", ["s3://models/m", "s3://models/m/"])
-def test_folder_is_an_exact_prefix_without_markers(url: str) -> None:
-    with serving({"models": NESTED}) as server:
-        folder = store(server).folder(url)
-        assert folder.url == "s3://models/m"
-        assert folder.names() == ["a.safetensors", "empty"]
-        assert folder.walk() == ["a.safetensors", "empty", "sub/b.bin", "sub/deep/c"]
-        assert [(entry.key, entry.nbytes) for entry in folder.list_keys() if entry.nbytes == 2] == [("m/sub/b.bin", 2)]
-        with contextlib.closing(folder.open("sub/b.bin")) as source:
-            assert source.url == "s3://models/m/sub/b.bin"
-            assert read(source, 0, 2) == b"bb"
 
 
 def test_listing_goes_on_beyond_a_page() -> None:
@@ -242,13 +196,6 @@ def test_keys_given_by_name_load_where_listing_is_not_allowed() -> None:
         assert [request.status for request in server.requests if request.status != 206] == []
         error = error_of(AccessDeniedError, lambda: headrace.load("s3://models/m", credentials=keys(server)))
         assert "s3:ListBucket" in error.hint
-
-
-def test_a_prefix_without_objects_is_not_found() -> None:
-    with serving() as server:
-        error = error_of(ObjectNotFoundError, store(server).folder("s3://models/n").names)
-        assert (error.url, error.bucket, error.key) == ("s3://models/n", "models", "n")
-        assert store(server).folder("s3://models").names() == []
 
 
 def test_objects_open_where_listing_is_not_allowed() -> None:
