@@ -12,9 +12,8 @@ from typing import Any
 
 from headrace import HeadraceError, OptionError, Options
 
-_GIVEN = re.compile(
-    r"(?<![^\s(])(?P<name>[a-z_]+)=(?:'(?P<quoted>[^']*)'|(?P<bare>-?\w+)|(?=[\s,;.)]))"
-)  # name='value', name=PATH, name=
+# name='value', name=PATH, or name= alone
+_GIVEN = re.compile(r"(?<![^\s(])(?P<name>[a-z_]+)=(?:'(?P<quoted>[^']*)'|(?P<bare>-?\w+)|(?=[\s,;.)]))")
 _FLAGS_OF = {"slices": "slice"}  # arguments that an option is called otherwise than
 
 

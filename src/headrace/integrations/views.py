@@ -108,8 +108,8 @@ def is_store_url(name: object) -> bool:
 # ---- filling
 
 
-class _Chosen:
-    """Some files of a folder."""
+class Chosen:
+    """Some files of a folder, to pull these alone."""
 
     def __init__(self, folder: Folder, names: list[str]) -> None:
         self.url = folder.url
@@ -144,7 +144,7 @@ def _fill_view(folder: Folder, names: Sequence[str], credentials: object, option
     with _writing(path):
         if small:
             # With a pattern, so that what another pull has begun is left in place.
-            headrace.pull(_Chosen(folder, small), path, include="*", **options)
+            headrace.pull(Chosen(folder, small), path, include="*", **options)
         _prune(path, set(small))
     return path
 

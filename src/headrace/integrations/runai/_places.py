@@ -14,7 +14,8 @@ import headrace
 from headrace.errors import OptionError, SourceNotFoundError
 from headrace.integrations.runai._errors import as_value_errors
 from headrace.integrations.runai.s3_utils.s3_utils import S3Credentials, filter_allow, filter_ignore, is_s3_path
-from headrace.sources.base import ByteSource, Folder
+from headrace.integrations.views import Chosen
+from headrace.sources.base import Folder
 
 OBJECT_STORES: Final = ("s3://", "gs://", "az://")
 
@@ -69,22 +70,6 @@ def pull(
         if names:
             # With a pattern, so that what an earlier pull with other patterns has begun is left in place.
             headrace.pull(Chosen(folder, names), dst, include="*")
-
-
-class Chosen:
-    """Some files of a folder."""
-
-    def __init__(self, folder: Folder, names: list[str]) -> None:
-        self.url = folder.url
-        self._folder, self._names = folder, names
-        if hasattr(folder, "sha256"):
-            self.sha256 = folder.sha256  # `pull` checks what the store has digests of
-
-    def names(self) -> list[str]:
-        return self._names
-
-    def open(self, name: str) -> ByteSource:
-        return self._folder.open(name)
 
 
 def list_sizes(path: str, *, recursive: bool, allow: Sequence[str] | None, ignore: Sequence[str] | None) -> list[tuple[str, int]]:

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import headrace
 from headrace.integrations.runai._errors import as_value_errors
-from headrace.integrations.runai._places import Chosen
 from headrace.integrations.runai.s3_utils.s3_utils import (
     S3Credentials,
     filter_allow,
@@ -19,6 +18,7 @@ from headrace.integrations.runai.s3_utils.s3_utils import (
     is_s3_path,
 )
 from headrace.integrations.runai.safetensors_streamer.safetensors_streamer import SafetensorsStreamer, list_safetensors
+from headrace.integrations.views import Chosen
 
 
 class StreamerPatcher:
