@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from headrace.errors import SourceChangedError, SourceError
 from headrace.sources.base import ByteSource, read_into_each
@@ -126,24 +128,68 @@ def open_object(url: str, access: Access, prefix_nbytes: int) -> ByteSource:
         return empty
 
 
+def about_object(
+    error: SourceError, *, kind: type[SourceError] | None, hint: str, url: str, base: str, listing: bool, **place: str | None
+) -> SourceError:
+    """The engine's error as one of a store's, about an object, or a prefix that was listed.
+
+    Args:
+        error: the engine's.
+        kind: the store's class; None: the engine's own.
+        hint: what to try, in place of what the engine says.
+        url: as the store's users write it. `base`: on the wire; its host is shown beside the url.
+        listing: whether a prefix was listed and no object read.
+        place: further fields of the store's errors, the bucket and the key.
+    """
+    said, parts = getattr(error, "hint", ""), urlsplit(base)
+    message, where = str(error), f"{url} ({parts.scheme}://{parts.netloc})"
+    message = message.removesuffix(f". {said}") if said else message
+    message = message.replace(error.url, where) if error.url else f"cannot ask for {where}: {message}"
+    message = message.replace("cannot fetch", "cannot list", 1) if listing else message
+    message = f"{message}. {hint}" if hint else message
+    built = (kind or type(error))(
+        message, url=url, offset=error.offset, nbytes=error.nbytes, status=error.status, attempts=error.attempts
+    )
+    kept = {name: getattr(error, name, None) for name in ("code", "request_id")}
+    vars(built).update(kept, hint=hint, **place)
+    return built
+
+
 class _Named(Protocol):
     """An object on a page of a listing."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 _E = TypeVar("_E", bound=_Named)
-_Listed = TypeVar("_Listed", bound=_Named, covariant=True)
 
 
-class _Page(Protocol[_Listed]):
-    """Part of a listing."""
+@dataclass(frozen=True, slots=True)
+class Page(Generic[_E]):
+    """One answer of a listing, which may be empty although others follow.
+
+    Attributes:
+        entries: the objects.
+        has_folders: whether there are folders below the prefix.
+        token: of the next page; None: there is none.
+    """
+
+    entries: tuple[_E, ...]
+    has_folders: bool
+    token: str | None
 
     @property
-    def entries(self) -> Sequence[_Listed]: ...
-    @property
-    def is_empty(self) -> bool: ...
+    def is_empty(self) -> bool:
+        """Whether nothing at all is under the prefix."""
+        return not self.entries and not self.has_folders
+
+
+def is_marker(entry: _Named) -> bool:
+    """Whether it stands for a folder and is no file: what consoles ('a/'), Hadoop ('a_$folder$') and the like leave behind."""
+    return not entry.name or (entry.nbytes == 0 and entry.name.endswith(("/", "_$folder$")))
 
 
 class KeyFolder(ABC, Generic[_E]):
@@ -179,7 +225,7 @@ class KeyFolder(ABC, Generic[_E]):
         return [found[name] for name in sorted(found) if recursive or "/" not in name]
 
     @abstractmethod
-    def _pages(self, recursive: bool) -> Iterator[_Page[_E]]: ...
+    def _pages(self, recursive: bool) -> Iterator[Page[_E]]: ...
 
     @abstractmethod
     def _is_marker(self, entry: _E) -> bool: ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
 
 from headrace.errors import SourceError
 from headrace.sources.http import (
@@ -22,6 +21,7 @@ from headrace.sources.http import (
     UnknownHostError,
     parse_xml,
 )
+from headrace.sources.objects import about_object
 
 
 class AzureBlobError(HttpError):
@@ -215,12 +215,17 @@ def translate(error: SourceError, about: About) -> SourceError:
     hint = rule.hint or getattr(error, "hint", "")
     if about.listing and rule is _DENIED:
         hint = "Listing needs the role Storage Blob Data Reader or a SAS token with l; give the blobs one by one if it has only r"
-    message = _message(error, about, hint)
-    kind = rule.error or type(error)
-    built = kind(message, url=about.url, offset=error.offset, nbytes=error.nbytes, status=error.status, attempts=error.attempts)
-    kept = {name: getattr(error, name, None) for name in ("code", "request_id")}
-    vars(built).update(kept, hint=hint, account=about.account, container=about.container, key=about.key)
-    return built
+    return about_object(
+        error,
+        kind=rule.error,
+        hint=hint,
+        url=about.url,
+        base=about.base,
+        listing=about.listing,
+        account=about.account,
+        container=about.container,
+        key=about.key,
+    )
 
 
 def _rule_of(error: SourceError, about: About) -> _Rule:
@@ -235,18 +240,3 @@ def _rule_of(error: SourceError, about: About) -> _Rule:
     if about.listing and rule.error is BlobNotFoundError:
         return rule._replace(error=ContainerNotFoundError)
     return rule
-
-
-def _message(error: SourceError, about: About, hint: str) -> str:
-    said = getattr(error, "hint", "")
-    message = str(error).removesuffix(f". {said}") if said else str(error)
-    where = f"{about.url} ({_origin(about.base)})"
-    message = message.replace(error.url, where) if error.url else f"cannot ask for {where}: {message}"
-    if about.listing:
-        message = message.replace("cannot fetch", "cannot list", 1)
-    return f"{message}. {hint}" if hint else message
-
-
-def _origin(base: str) -> str:
-    parts = urlsplit(base)
-    return f"{parts.scheme}://{parts.netloc}"

@@ -7,6 +7,7 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from headrace.sources.http import parse_size, parse_xml
+from headrace.sources.objects import Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +30,7 @@ class Entry:
     is_folder: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One answer of a listing: blobs, whether there are folders, and the marker of the next page, if there is one.
-
-    A page may be empty although others follow.
-    """
-
-    entries: tuple[Entry, ...]
-    has_folders: bool
-    marker: str | None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing at all is on it."""
-        return not self.entries and not self.has_folders
-
-
-def parse_page(body: bytes, *, prefix: str) -> Page:
+def parse_page(body: bytes, *, prefix: str) -> Page[Entry]:
     """Read a page.
 
     Args:

@@ -14,7 +14,7 @@ from headrace.sources.azure._address import Location, parse_url
 from headrace.sources.azure._container import Container
 from headrace.sources.azure._errors import BlobNotFoundError
 from headrace.sources.azure._identity import Given, Identity
-from headrace.sources.azure._listing import Entry, Page, parse_page
+from headrace.sources.azure._listing import Entry, parse_page
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (
     Access,
@@ -26,6 +26,7 @@ from headrace.sources.objects import (
     PREFIX_NBYTES,
     Explained,
     KeyFolder,
+    Page,
     ask_checksums,
     decode_checksum,
     leads_out,
@@ -163,7 +164,7 @@ class AzureFolder(KeyFolder[Entry]):
             raise BlobNotFoundError(f"cannot open {url!r}: {name!r} is no name inside of {self.url}", url=url)
         return self._store._open(location, prefix_nbytes_of(name))
 
-    def _pages(self, recursive: bool) -> Iterator[Page]:
+    def _pages(self, recursive: bool) -> Iterator[Page[Entry]]:
         query = {"restype": "container", "comp": "list", "include": "metadata"}
         query |= {"prefix": self._prefix} if self._prefix else {}
         query |= {} if recursive else {"delimiter": "/"}
@@ -173,12 +174,12 @@ class AzureFolder(KeyFolder[Entry]):
                 body = self._container.list_page(query | ({"marker": marker} if marker else {}))
                 page = self._parsed(body, marker)
             yield page
-            marker = page.marker
+            marker = page.token
 
-    def _parsed(self, body: bytes, marker: str) -> Page:
+    def _parsed(self, body: bytes, marker: str) -> Page[Entry]:
         try:
             page = parse_page(body, prefix=self._prefix)
-            if page.marker == marker:
+            if page.token == marker:
                 raise ValueError("it names itself as the next one")
         except ValueError as exc:
             hint = "Check that the endpoint is one of Azure Blob Storage"

@@ -11,8 +11,9 @@ from headrace.errors import SourceError
 from headrace.sources.gcs._address import Place, join_url
 from headrace.sources.gcs._errors import store_error, translate
 from headrace.sources.gcs._identity import Identity
-from headrace.sources.gcs._listing import JSON_FIELDS, Page, parse_json_page, parse_xml_page
+from headrace.sources.gcs._listing import JSON_FIELDS, Entry, parse_json_page, parse_xml_page
 from headrace.sources.http import Access, Headers, Request, StoreError, WrongAnswerError, fetch
+from headrace.sources.objects import Page
 
 _PAGE: Final = 1000  # what both APIs give at most
 
@@ -41,7 +42,7 @@ class Bucket:
         pin = Pin(self._identity)
         return replace(self._access, authorize=pin.authorize), pin
 
-    def list_page(self, prefix: str, *, recursive: bool, token: str) -> Page:
+    def list_page(self, prefix: str, *, recursive: bool, token: str) -> Page[Entry]:
         """A page of a listing, the first one where the token is empty.
 
         Raises:
@@ -81,7 +82,7 @@ class Bucket:
             bucket=self.name,
             key=key,
             url=join_url(self.name, key),
-            endpoint=self._place.endpoint,
+            base=self._place.endpoint,
             anonymous=self._identity.anonymous,
             listing=listing,
         )

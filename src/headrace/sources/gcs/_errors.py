@@ -23,6 +23,7 @@ from headrace.sources.http import (
     parse_error_headers,
     parse_xml,
 )
+from headrace.sources.objects import about_object
 
 
 class GcsError(HttpError):
@@ -179,27 +180,20 @@ def store_error(status: int, headers: Headers, body: bytes, *, renewable: bool) 
 
 
 def translate(
-    error: SourceError, *, bucket: str, key: str, url: str, endpoint: str, anonymous: bool, listing: bool = False
+    error: SourceError, *, bucket: str, key: str, url: str, base: str, anonymous: bool, listing: bool = False
 ) -> SourceError:
     """The engine's error as one about an object in a bucket.
 
     Args:
         error: the engine's.
         bucket, key, url: of what was asked for.
-        endpoint: shown beside the url.
+        base: the service's url on the wire; its host is shown beside the object's own url.
         anonymous: whether nobody in particular asked.
         listing: whether a prefix was listed and no object read.
     """
     rule = _rule_of(error, listing, anonymous)
     hint = rule.hint or getattr(error, "hint", "")
-    message = _message(error, f"{url} ({endpoint})", hint)
-    if listing:
-        message = message.replace("cannot fetch", "cannot list", 1)
-    kind = rule.error or type(error)
-    built = kind(message, url=url, offset=error.offset, nbytes=error.nbytes, status=error.status, attempts=error.attempts)
-    kept = {name: getattr(error, name, None) for name in ("code", "request_id")}
-    vars(built).update(kept, hint=hint, bucket=bucket, key=key)
-    return built
+    return about_object(error, kind=rule.error, hint=hint, url=url, base=base, listing=listing, bucket=bucket, key=key)
 
 
 def _rule_of(error: SourceError, listing: bool, anonymous: bool) -> _Rule:
@@ -217,10 +211,3 @@ def _rule_of(error: SourceError, listing: bool, anonymous: bool) -> _Rule:
             AccessDeniedError, "Listing needs storage.objects.list; give the objects one by one if the account may only read"
         )
     return rule
-
-
-def _message(error: SourceError, where: str, hint: str) -> str:
-    said = getattr(error, "hint", "")
-    message = str(error).removesuffix(f". {said}") if said else str(error)
-    message = message.replace(error.url, where) if error.url else f"cannot ask for {where}: {message}"
-    return f"{message}. {hint}" if hint else message

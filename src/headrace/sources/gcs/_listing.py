@@ -11,6 +11,7 @@ from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
 from headrace.sources.http import parse_size, parse_xml
+from headrace.sources.objects import Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +35,10 @@ class Entry:
     crc32c: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One answer of a listing: objects, whether there are folders, and the token of the next page, if there is one."""
-
-    entries: tuple[Entry, ...]
-    has_folders: bool
-    token: str | None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing at all is under the prefix."""
-        return not self.entries and not self.has_folders
-
-
 JSON_FIELDS = "items(name,size,generation,md5Hash,crc32c),prefixes,nextPageToken"
 
 
-def parse_json_page(body: bytes, *, prefix: str) -> Page:
+def parse_json_page(body: bytes, *, prefix: str) -> Page[Entry]:
     """Read a page of the JSON API.
 
     Args:
@@ -85,7 +72,7 @@ def _json_entry(item: Any, prefix: str) -> Entry:
     return _entry(key, prefix, size, generation=generation, md5=md5, crc32c=crc32c)
 
 
-def parse_xml_page(body: bytes, *, prefix: str) -> Page:
+def parse_xml_page(body: bytes, *, prefix: str) -> Page[Entry]:
     """Read a page of the XML API (list-type=2). Arguments and errors as for `parse_json_page`."""
     root = parse_xml(body)
     for element in root.iter():
@@ -114,8 +101,3 @@ def _entry(key: str, prefix: str, size: str, **told: str | None) -> Entry:
 
 def _under(prefix: str, entries: list[Entry]) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries if entry.key.startswith(prefix))
-
-
-def is_marker(entry: Entry) -> bool:
-    """Whether it stands for a folder and is no file: what consoles ('a/'), Hadoop ('a_$folder$') and the like leave behind."""
-    return not entry.name or (entry.nbytes == 0 and entry.name.endswith(("/", "_$folder$")))

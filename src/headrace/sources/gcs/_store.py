@@ -15,14 +15,16 @@ from headrace.sources.gcs._address import join_url, parse_url
 from headrace.sources.gcs._bucket import Bucket
 from headrace.sources.gcs._errors import ObjectNotFoundError
 from headrace.sources.gcs._identity import GcsCredentials, GiveCredentials, Identity
-from headrace.sources.gcs._listing import Entry, Page, is_marker
+from headrace.sources.gcs._listing import Entry
 from headrace.sources.http import Access, Headers, HttpError, Version
 from headrace.sources.objects import (
     PREFIX_NBYTES,
     Explained,
     KeyFolder,
+    Page,
     ask_checksums,
     decode_checksum,
+    is_marker,
     leads_out,
     open_object,
     prefix_nbytes_of,
@@ -173,7 +175,7 @@ class GcsFolder(KeyFolder[Entry]):
         prefix_nbytes = prefix_nbytes_of(name)
         return self._store.open(join_url(self._bucket.name, key), prefix_nbytes=prefix_nbytes)
 
-    def _pages(self, recursive: bool) -> Iterator[Page]:
+    def _pages(self, recursive: bool) -> Iterator[Page[Entry]]:
         token: str | None = ""
         while token is not None:
             with self._bucket.explained(self._prefix.rstrip("/"), listing=True):

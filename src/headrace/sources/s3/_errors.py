@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
 
 from headrace.errors import SourceError
 from headrace.sources.http import Action, Headers, HttpError, HttpNotFoundError, HttpPermissionError, Kind, StoreError, parse_xml
+from headrace.sources.objects import about_object
 
 
 class S3Error(HttpError):
@@ -160,14 +160,7 @@ def translate(error: SourceError, *, bucket: str, key: str, url: str, base: str,
     hint = rule.hint or getattr(error, "hint", "")
     if listing and rule is _DENIED:
         hint = "Listing needs s3:ListBucket; give the objects one by one if the credentials may only read"
-    message = _message(error, f"{url} ({_origin(base)})", hint)
-    if listing:
-        message = message.replace("cannot fetch", "cannot list", 1)
-    kind = rule.error or type(error)
-    built = kind(message, url=url, offset=error.offset, nbytes=error.nbytes, status=error.status, attempts=error.attempts)
-    kept = {name: getattr(error, name, None) for name in ("code", "request_id")}
-    vars(built).update(kept, hint=hint, bucket=bucket, key=key)
-    return built
+    return about_object(error, kind=rule.error, hint=hint, url=url, base=base, listing=listing, bucket=bucket, key=key)
 
 
 def _rule_of(error: SourceError) -> _Rule:
@@ -175,15 +168,3 @@ def _rule_of(error: SourceError) -> _Rule:
         return NO_RULE
     by_code = _RULES.get(getattr(error, "code", None) or "")
     return by_code or next((rule for kind, rule in _BY_CLASS if isinstance(error, kind)), NO_RULE)
-
-
-def _message(error: SourceError, where: str, hint: str) -> str:
-    said = getattr(error, "hint", "")
-    message = str(error).removesuffix(f". {said}") if said else str(error)
-    message = message.replace(error.url, where) if error.url else f"cannot ask for {where}: {message}"
-    return f"{message}. {hint}" if hint else message
-
-
-def _origin(base: str) -> str:
-    parts = urlsplit(base)
-    return f"{parts.scheme}://{parts.netloc}"

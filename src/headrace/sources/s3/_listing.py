@@ -7,6 +7,7 @@ from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
 from headrace.sources.http import parse_size, parse_xml
+from headrace.sources.objects import Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +27,7 @@ class Entry:
     etag: str
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One answer of a listing: objects, whether there are folders, and the token of the next page, if there is one."""
-
-    entries: tuple[Entry, ...]
-    has_folders: bool
-    token: str | None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing at all is under the prefix."""
-        return not self.entries and not self.has_folders
-
-
-def parse_page(body: bytes, *, prefix: str) -> Page:
+def parse_page(body: bytes, *, prefix: str) -> Page[Entry]:
     """Read a page.
 
     Args:
@@ -69,8 +56,3 @@ def _entry(found: ElementTree.Element, prefix: str, encoded: bool) -> Entry:
     if not key:
         raise ValueError("it has an object without key")
     return Entry(key, key[len(prefix) :], parse_size(found.findtext("Size") or ""), (found.findtext("ETag") or "").strip('"'))
-
-
-def is_marker(entry: Entry) -> bool:
-    """Whether it stands for a folder and is no file: what consoles ('a/'), Hadoop ('a_$folder$') and the like leave behind."""
-    return not entry.name or (entry.nbytes == 0 and entry.name.endswith(("/", "_$folder$")))

@@ -21,8 +21,10 @@ from headrace.sources.objects import (
     PREFIX_NBYTES,
     Explained,
     KeyFolder,
+    Page,
     ask_checksums,
     decode_checksum,
+    is_marker,
     leads_out,
     open_object,
     prefix_nbytes_of,
@@ -31,7 +33,7 @@ from headrace.sources.s3._address import join_url, parse_url
 from headrace.sources.s3._bucket import Bucket
 from headrace.sources.s3._errors import ObjectNotFoundError
 from headrace.sources.s3._identity import GiveCredentials, Identity, S3Credentials
-from headrace.sources.s3._listing import Entry, Page, is_marker, parse_page
+from headrace.sources.s3._listing import Entry, parse_page
 
 _CHECKSUMS: Final = {"sha256": 32, "sha1": 20, "crc64nvme": 8, "crc32": 4, "crc32c": 4}  # their lengths in bytes
 
@@ -181,7 +183,7 @@ class S3Folder(KeyFolder[Entry]):
         prefix_nbytes = prefix_nbytes_of(name)
         return self._store.open(join_url(self._bucket.name, key), prefix_nbytes=prefix_nbytes)
 
-    def _pages(self, recursive: bool) -> Iterator[Page]:
+    def _pages(self, recursive: bool) -> Iterator[Page[Entry]]:
         query = {"list-type": "2", "prefix": self._prefix, "encoding-type": "url"} | ({} if recursive else {"delimiter": "/"})
         token: str | None = ""
         while token is not None:
@@ -190,7 +192,7 @@ class S3Folder(KeyFolder[Entry]):
             yield page
             token = page.token
 
-    def _parsed(self, body: bytes, token: str) -> Page:
+    def _parsed(self, body: bytes, token: str) -> Page[Entry]:
         try:
             page = parse_page(body, prefix=self._prefix)
             if page.token == token:
