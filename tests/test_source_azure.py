@@ -50,7 +50,7 @@ from headrace.sources.azure import (
     ExpiredCredentialsError,
     open_azure,
 )
-from headrace.sources.azure._address import Place, Service, encode_query, escape, normalise_sas, parse_url
+from headrace.sources.azure._address import Place, Service, encode_query, normalise_sas, parse_url
 from headrace.sources.azure._connection_string import parse_connection_string
 from headrace.sources.azure._errors import parse_complaint
 from headrace.sources.azure._identity import resolve
@@ -68,6 +68,7 @@ from headrace.sources.http import (
     UnknownHostError,
     WrongAnswerError,
 )
+from headrace.sources.objects import escape
 from headrace.testing import FolderTests, SourceTests
 from headrace.testing.sources import error_of, pattern, read
 

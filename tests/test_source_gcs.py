@@ -330,7 +330,8 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["store.example", "ftp://store", "https://me:pw@store", "https://", "http://store:x", "http://a?b=c"]
+    "endpoint",
+    ["store.example", "ftp://store", "https://me:pw@store", "https://", "http://store:x", "http://a?b=c", "http://a#b"],
 )
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(OptionError) as caught:

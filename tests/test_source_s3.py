@@ -39,6 +39,7 @@ from headrace.sources.http import (
     UnknownHostError,
     WrongAnswerError,
 )
+from headrace.sources.objects import escape
 from headrace.sources.s3 import (
     AccessDeniedError,
     ArchivedObjectError,
@@ -53,7 +54,7 @@ from headrace.sources.s3 import (
     S3Store,
     open_s3,
 )
-from headrace.sources.s3._address import Place, encode_query, escape, parse_url
+from headrace.sources.s3._address import Place, encode_query, parse_url
 from headrace.sources.s3._errors import parse_complaint
 from headrace.sources.s3._listing import parse_page
 from headrace.testing import SourceTests
@@ -266,7 +267,8 @@ def test_a_bucket_has_an_address(place: Place, bucket: str, region: str, base: s
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["store.example", "ftp://store", "https://me:pw@store", "https://", "http://store:x", "http://a?b=c"]
+    "endpoint",
+    ["store.example", "ftp://store", "https://me:pw@store", "https://", "http://store:x", "http://a?b=c", "http://a#b"],
 )
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(OptionError) as caught:

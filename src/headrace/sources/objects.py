@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from headrace.errors import SourceChangedError, SourceError
 from headrace.sources.base import ByteSource, read_into_each
@@ -22,6 +22,7 @@ from headrace.sources.http import (
     Traffic,
     UnsatisfiableError,
     Version,
+    WrongAnswerError,
     fetch,
     fetch_head,
     open_http,
@@ -29,6 +30,21 @@ from headrace.sources.http import (
 from headrace.sources.memory import MemorySource
 
 PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether it is http(s)://host[:port][/path], without user or query."""
+    try:
+        parts = urlsplit(text)
+        is_plain = "@" not in parts.netloc and not parts.query and not parts.fragment
+        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+
+
+def escape(text: str, *, safe: str = "") -> str:
+    """Percent-encode all but what signatures leave as it is, beside letters and digits."""
+    return quote(text, safe=f"-_.~{safe}", errors="surrogateescape")
 
 
 class Explained:
@@ -198,6 +214,7 @@ class KeyFolder(ABC, Generic[_E]):
     A store's folder says how pages are had, which entries are markers of folders, and what is told where there is nothing.
     """
 
+    url: str
     _prefix: str
 
     def names(self) -> list[str]:
@@ -223,6 +240,17 @@ class KeyFolder(ABC, Generic[_E]):
             raise self._no_such_prefix()
         found = {entry.name: entry for page in pages for entry in page.entries if not self._is_marker(entry)}
         return [found[name] for name in sorted(found) if recursive or "/" not in name]
+
+    def _page_of(self, body: bytes, token: str, parse: Callable[..., Page[_E]], *, store: str) -> Page[_E]:
+        """A page that is one, and not the one before."""
+        try:
+            page = parse(body, prefix=self._prefix)
+            if page.token == token:
+                raise ValueError("it names itself as the next one")
+        except ValueError as exc:
+            reason = f"the answer is no page of a listing: {exc}. Check that the endpoint is one of {store}"
+            raise WrongAnswerError(f"cannot list {self.url}: {reason}", url=self.url) from exc
+        return page
 
     @abstractmethod
     def _pages(self, recursive: bool) -> Iterator[Page[_E]]: ...

@@ -13,12 +13,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from headrace.errors import OptionError
+from headrace.sources.objects import escape, is_endpoint
 
 PUBLIC_SUFFIX: Final = "blob.core.windows.net"
-_SAFE: Final = "-_.~"
 _URL: Final = re.compile(r"(az|abfss?|https)://([^/?#]*)(?:/(.*))?", re.DOTALL | re.IGNORECASE)
 _CONTAINER: Final = re.compile(r"\$(?:root|web|logs)|[a-z0-9](?:-?[a-z0-9])+")
 _ACCOUNT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
@@ -89,11 +89,6 @@ def parse_url(url: str) -> Location:
     return Location(root, container, key, host.lower() or None)
 
 
-def escape(text: str, *, safe: str = "") -> str:
-    """Percent-encode for a path or a query."""
-    return quote(text, safe=_SAFE + safe, errors="surrogateescape")
-
-
 def encode_query(query: Mapping[str, str]) -> str:
     """A query that the service reads as it was meant."""
     return "&".join(f"{escape(name)}={escape(value)}" for name, value in query.items())
@@ -139,7 +134,7 @@ class Place:
             raise OptionError("an account's name has only letters, digits and hyphens", option="account_name")
         if not re.fullmatch(r"[A-Za-z0-9.-]+", self.suffix):
             raise OptionError("the suffix of endpoints is part of a host's name: blob.core.windows.net", option="endpoint_suffix")
-        if self.endpoint is not None and not _is_endpoint(self.endpoint):
+        if self.endpoint is not None and not is_endpoint(self.endpoint):
             message = "the endpoint of a blob service is given as https://host[:port][/account], without user or query"
             raise OptionError(message, option="endpoint")
 
@@ -205,21 +200,6 @@ def account_of(endpoint: str) -> str | None:
         return name
     labels = (parts.hostname or "").split(".")
     return labels[0] if len(labels) > 2 and labels[1] in ("blob", "dfs") else None
-
-
-def _is_endpoint(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and "@" not in parts.netloc
-            and not parts.query
-            and not parts.fragment
-            and (parts.port is None or parts.port > 0)
-        )
-    except ValueError:
-        return False
 
 
 def _is_address(host: str) -> bool:

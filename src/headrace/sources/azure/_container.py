@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from headrace.errors import SourceError
-from headrace.sources.azure._address import Location, Service, encode_query, escape
+from headrace.sources.azure._address import Location, Service, encode_query
 from headrace.sources.azure._errors import About, parse_complaint, store_error, translate
 from headrace.sources.azure._identity import Identity
 from headrace.sources.http import Access, Headers, Request, StoreError, fetch
+from headrace.sources.objects import escape
 
 
 class Container:

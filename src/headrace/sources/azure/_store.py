@@ -20,7 +20,6 @@ from headrace.sources.http import (
     Access,
     Headers,
     HttpError,
-    WrongAnswerError,
 )
 from headrace.sources.objects import (
     PREFIX_NBYTES,
@@ -172,21 +171,9 @@ class AzureFolder(KeyFolder[Entry]):
         while marker is not None:
             with self._container.explained(self._location, listing=True):
                 body = self._container.list_page(query | ({"marker": marker} if marker else {}))
-                page = self._parsed(body, marker)
+                page = self._page_of(body, marker, parse_page, store="Azure Blob Storage")
             yield page
             marker = page.token
-
-    def _parsed(self, body: bytes, marker: str) -> Page[Entry]:
-        try:
-            page = parse_page(body, prefix=self._prefix)
-            if page.token == marker:
-                raise ValueError("it names itself as the next one")
-        except ValueError as exc:
-            hint = "Check that the endpoint is one of Azure Blob Storage"
-            raise WrongAnswerError(
-                f"cannot list {self.url}: the answer is no page of a listing: {exc}. {hint}", url=self.url
-            ) from exc
-        return page
 
     def _is_marker(self, entry: Entry) -> bool:
         return entry.is_folder

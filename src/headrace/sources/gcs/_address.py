@@ -10,11 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import quote, urlsplit
 
 from headrace.errors import OptionError
+from headrace.sources.objects import escape, is_endpoint
 
-_SAFE: Final = "-_.~"  # all that signatures leave as it is, beside letters and digits
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 
 
@@ -42,12 +41,8 @@ def join_url(bucket: str, key: str) -> str:
     return f"gs://{bucket}/{key}" if key else f"gs://{bucket}"
 
 
-def _escape(text: str, *, safe: str = "") -> str:
-    return quote(text, safe=_SAFE + safe, errors="surrogateescape")
-
-
 def _encode_query(query: Mapping[str, str]) -> str:
-    return "&".join(f"{_escape(name)}={_escape(value)}" for name, value in sorted(query.items()))
+    return "&".join(f"{escape(name)}={escape(value)}" for name, value in sorted(query.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +57,14 @@ class Place:
 
     def __post_init__(self) -> None:
         """Refuse an endpoint that is none."""
-        try:
-            parts = urlsplit(self.endpoint)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
-            usable = usable and not parts.query and (parts.port is None or parts.port > 0)
-        except ValueError:
-            usable = False
-        if not usable:
+        if not is_endpoint(self.endpoint):
             raise OptionError(
                 "the endpoint of Google Cloud Storage is given as https://host[:port], without user or query", option="endpoint"
             )
 
     def object_url(self, bucket: str, key: str, query: Mapping[str, str]) -> str:
         """An object in the XML API."""
-        return _joined(f"{self._base}/{bucket}/{_escape(key, safe='/')}", query)
+        return _joined(f"{self._base}/{bucket}/{escape(key, safe='/')}", query)
 
     def xml_list_url(self, bucket: str, query: Mapping[str, str]) -> str:
         """A page of a listing in the XML API."""

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from headrace.errors import OptionError
+from headrace.sources.objects import escape, is_endpoint
 
-_SAFE: Final = "-_.~"  # all that SigV4 leaves as it is, beside letters and digits
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _HOST_LABEL: Final = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 
@@ -55,11 +55,6 @@ def join_url(bucket: str, key: str) -> str:
     return f"s3://{bucket}/{key}" if key else f"s3://{bucket}"
 
 
-def escape(text: str, *, safe: str = "") -> str:
-    """Percent-encode as SigV4 wants it."""
-    return quote(text, safe=_SAFE + safe, errors="surrogateescape")
-
-
 def encode_query(query: Mapping[str, str]) -> str:
     """The query in the order, and with the escapes, in which it is signed."""
     return "&".join(f"{escape(name)}={escape(value)}" for name, value in sorted(query.items()))
@@ -84,13 +79,7 @@ class Place:
         """Refuse an endpoint that is none."""
         if self.endpoint is None:
             return
-        try:
-            parts = urlsplit(self.endpoint)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
-            usable = usable and not parts.query and (parts.port is None or parts.port > 0)
-        except ValueError:
-            usable = False
-        if not usable:
+        if not is_endpoint(self.endpoint):
             raise OptionError("the endpoint of S3 is given as https://host[:port], without user or query", option="endpoint")
 
     def base(self, bucket: str, region: str) -> str:

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from headrace.errors import SourceError
 from headrace.sources.http import Access, Headers, Request, StoreError, fetch
-from headrace.sources.s3._address import Place, encode_query, escape, join_url
+from headrace.sources.objects import escape
+from headrace.sources.s3._address import Place, encode_query, join_url
 from headrace.sources.s3._errors import parse_complaint, store_error, translate
 from headrace.sources.s3._identity import Identity
 

@@ -15,7 +15,6 @@ from headrace.sources.http import (
     Access,
     Headers,
     HttpError,
-    WrongAnswerError,
 )
 from headrace.sources.objects import (
     PREFIX_NBYTES,
@@ -188,21 +187,10 @@ class S3Folder(KeyFolder[Entry]):
         token: str | None = ""
         while token is not None:
             with self._bucket.explained(self._prefix.rstrip("/"), listing=True):
-                page = self._parsed(self._bucket.list_page(query | ({"continuation-token": token} if token else {})), token)
+                body = self._bucket.list_page(query | ({"continuation-token": token} if token else {}))
+                page = self._page_of(body, token, parse_page, store="S3")
             yield page
             token = page.token
-
-    def _parsed(self, body: bytes, token: str) -> Page[Entry]:
-        try:
-            page = parse_page(body, prefix=self._prefix)
-            if page.token == token:
-                raise ValueError("it names itself as the next one")
-        except ValueError as exc:
-            hint = "Check that the endpoint is one of S3"
-            raise WrongAnswerError(
-                f"cannot list {self.url}: the answer is no page of a listing: {exc}. {hint}", url=self.url
-            ) from exc
-        return page
 
     def _is_marker(self, entry: Entry) -> bool:
         return is_marker(entry)
