@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace._interpreter import SWITCH_INTERVAL_S, gc_paused, switching_fast
+from headrace._interpreter import SWITCH_INTERVAL_S, gc_paused, join, switching_fast
 
 OWN_INTERVAL_S = 0.003
 
@@ -201,3 +201,34 @@ def test_a_release_that_the_child_inherits_does_no_harm() -> None:
     code = textwrap.dedent(RELEASED_IN_CHILD)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "0 True"
+
+
+LEFT_OPEN = """
+    import threading
+    from headrace._interpreter import join
+    class Left:
+        def __init__(self):
+            self.thread = threading.Thread(target=threading.Event().wait, daemon=True)
+            self.thread.start()
+        def __del__(self, join=join):
+            join(self.thread)
+            print("over")
+    left = Left()
+"""
+
+
+def test_what_a_program_left_open_waits_for_no_thread_when_the_interpreter_ends() -> None:
+    code = textwrap.dedent(LEFT_OPEN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "over", "")
+
+
+def test_a_thread_is_waited_for_otherwise() -> None:
+    done = threading.Event()
+    waiting = threading.Thread(target=done.wait, daemon=True)
+    waiting.start()
+    join(waiting, 0.01)
+    assert waiting.is_alive()
+    done.set()
+    join(waiting)
+    assert not waiting.is_alive()

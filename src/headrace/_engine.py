@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 from headrace._filling import IN_PLACE, Hops
-from headrace._interpreter import gc_paused, switching_fast
+from headrace._interpreter import gc_paused, join, switching_fast
 from headrace._landing import JoiningFilling, Landing
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
@@ -147,7 +147,7 @@ class Engine:
         deadline = time.monotonic() + _JOIN_S
         for thread in self._threads:
             if thread is not threading.current_thread():  # the collector may end an abandoned stream on one of its own readers
-                thread.join(max(0.0, deadline - time.monotonic()))
+                join(thread, max(0.0, deadline - time.monotonic()))
 
     def run(self) -> Generator[tuple[str, Any], None, None]:
         """The tensors, (name, tensor) each. The generator's end, close or collection stops the engine."""

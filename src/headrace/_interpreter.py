@@ -5,6 +5,8 @@ microseconds per chunk and waits that long for it (41 GB/s fall to 2.9; at 50 mi
 collector walks over everything alive each time many objects are made at once (60,000 tensors: 4.8 instead of 0.8
 microseconds each). Both are process-wide, so they are counted: the last one out restores what the first one found.
 Figures: docs/design.md, 3.6.
+
+And its end: what a program left open is closed then, when the threads that it would wait for run no more.
 """
 
 from __future__ import annotations
@@ -77,6 +79,15 @@ def _disable_gc() -> float:
     was_enabled = gc.isenabled()
     gc.disable()
     return float(was_enabled)
+
+
+def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
+    """Wait for a daemon thread to end; not at all where the interpreter is ending, which stops them wherever they are.
+
+    Until Python 3.12 such a join returned at once. From 3.13 on it waits for ever, and 3.14 raises.
+    """
+    if not sys.is_finalizing():
+        thread.join(timeout_s)
 
 
 switching_fast = _Counted(_shorten_switch_interval, sys.setswitchinterval)

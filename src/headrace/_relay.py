@@ -24,6 +24,7 @@ from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
 from headrace._exchange import Report, Share, describe, digest_of, share_reads
 from headrace._filling import Hops, SlotFiller, landing_nbytes
+from headrace._interpreter import join
 from headrace._node import FAILED, STOPPED, Leaving, NodeMemory, beat_s
 from headrace._peers import Peers
 from headrace._plan import Copy, Plan, Read
@@ -163,10 +164,10 @@ class Relay:
         self._flying.put(None)
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others[2:]:  # so that the others hear that this rank is through with all, if it is
-            thread.join()
+            join(thread)
         self.leave(STOPPED, "")
         for thread in others:
-            thread.join(_JOIN_S)
+            join(thread, _JOIN_S)
         with self._issuing:
             self._unlocked = True
         self._closed.set()

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from headrace._addresses import move, view_at
+from headrace._interpreter import join
 from headrace._machine import available_cpus
 from headrace._pinned import Ladder, PinnedMemory, shelf
 from headrace._staging import PAGE, Region, round_up
@@ -334,7 +335,7 @@ class Ring:
             self._work.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                join(thread)
         if not self._finalizer.alive:
             return
         ready = self._ready_slots() if self._keep else 0

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from headrace._interpreter import join
+
 _T = TypeVar("_T")
 
 
@@ -91,7 +93,7 @@ class Callers:
             self._closed = True
             threads = _dismiss(self._idle)
         for thread in threads:
-            thread.join()
+            join(thread)
 
 
 class _Caller:

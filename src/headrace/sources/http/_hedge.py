@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+from headrace._interpreter import join
 from headrace.errors import SourceError
 from headrace.sources.http._answers import Accepted, Asked
 from headrace.sources.http._client import TICK_S, Client
@@ -214,7 +215,7 @@ class Hedge:
         self.settle()
         if self._watch.connection is not None and not self._won:
             self._watch.connection.shut()
-        self._thread.join(2 * TICK_S)
+        join(self._thread, 2 * TICK_S)
 
 
 class _HedgeWatch(Patience):
