@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import inspect
 import json
 import os
 import re
@@ -760,6 +761,7 @@ def test_an_entry_names_the_fields_that_the_class_adds_and_its_builtin(error: ty
 
 def fields_of(error: type) -> set[str]:
     """The fields that a class adds to those of its bases, from its docstring."""
-    _, _, attributes = (error.__doc__ or "").partition("Attributes:\n")
-    entries = [line.strip() for line in attributes.splitlines() if re.match(r" {8}\w.*: ", line)]
+    # Clean, since compilers of Python 3.13 and newer take the margin off and older ones leave it.
+    _, _, attributes = inspect.cleandoc(error.__doc__ or "").partition("Attributes:\n")
+    entries = [line.strip() for line in attributes.splitlines() if re.match(r" {4}\w.*: ", line)]
     return {name for entry in entries for name in entry.partition(": ")[0].split(", ")}
