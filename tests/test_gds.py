@@ -460,7 +460,7 @@ def test_casts_slices_and_selections_come_right(lazy: Direct, tmp_path: Path) ->
     for name, tensor in expected.items():
         assert bytes_of(found[name].view(torch.uint8)) == bytes_of(tensor.view(torch.uint8)), name
     assert tensors.stats.gds_nbytes > 0
-    assert lazy.gpu.runtime.stats().kernels == 1
+    assert lazy.gpu.runtime.stats().kernels == 2, "one conversion for each run of a dtype"
 
 
 def test_into_reads_straight_into_given_tensors_before_any_staging(lazy: Direct, tmp_path: Path) -> None:

@@ -415,7 +415,7 @@ def test_an_interrupt_is_not_kept_waiting_by_files_that_are_being_opened(dst: Pa
     for thread in threading.enumerate():
         if thread.name.startswith("headrace-"):
             thread.join()
-    assert len(folder.opened) == len(model())
+    assert 0 < len(folder.opened) <= len(model())
     for source in folder.opened:
         with pytest.raises(SourceError, match="closed"):
             source.check_unchanged()

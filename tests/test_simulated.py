@@ -1430,7 +1430,7 @@ class TestAcceptance:
         assert "no GPU was used" in done.stdout
         answers = json.loads((tmp_path / "answers.json").read_text())["simulated"]
         assert {name: "the probe" in found for name, found in answers.items()} == dict.fromkeys(acceptance().probes.RULES, False)
-        assert answers["register"]["neighbour on the same page"] == ALREADY
+        assert answers["register"]["neighbour on the same page"] == OK
         assert answers["late"]["pinned: overwriting the source changes what arrives"] is True
 
     def test_answers_are_compared_one_by_one(self) -> None:

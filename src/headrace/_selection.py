@@ -56,6 +56,7 @@ def select(
 
     Raises:
         TensorNotFoundError: a name or a glob that fits no tensor, with the names that are spelled alike.
+        OptionError: what are no names.
     """
     if names is None:
         return [None if kept is None else list(kept) for kept in rows]
@@ -64,8 +65,12 @@ def select(
             [row for row in (range(len(header.names)) if kept is None else kept) if names(info_at(header, row))]
             for header, kept in zip(headers, rows, strict=True)
         ]
+    is_one = isinstance(names, (str, bytes)) or not isinstance(names, Iterable)
+    patterns: Sequence[object] = [names] if is_one else list(names)
     wanted: set[Row] = set()
-    for pattern in [names] if isinstance(names, str) else names:
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise OptionError(f"names: {pattern!r} is no name; give str, or a predicate of `TensorInfo`", option="names")
         wanted.update(_fitting(pattern, where))
     chosen: list[list[int] | None] = [[] for _ in headers]
     for shard, row in sorted(wanted):

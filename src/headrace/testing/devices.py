@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -43,6 +44,16 @@ class _Block:
     visible: bool = False
 
 
+class _Watch(weakref.ref[Any]):
+    """Knows when a block's tensors are gone. No `weakref.finalize`: threads make them while the interpreter ends, and its list of
+    all of those must not change then."""
+
+    __slots__ = ("block",)
+    block: _Block
+    __hash__ = object.__hash__  # a reference's own hash is its referent's, and writable memory has none
+    __eq__ = object.__eq__
+
+
 class SimulatedAllocator:
     """See `headrace.devices.cuda.Allocator`.
 
@@ -60,7 +71,8 @@ class SimulatedAllocator:
         self.blocks: dict[int, _Block] = {}
         self.host_blocks: set[int] = set()
         self._free: list[_Block] = []
-        self._returned: queue.SimpleQueue[_Block] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._watches: dict[int, _Watch] = {}
         self._lock = threading.RLock()
 
     @contextmanager
@@ -85,7 +97,9 @@ class SimulatedAllocator:
             self.blocks[block.address] = block
             self._hide(block)
         owner = owner_at(block.address, nbytes, None)
-        weakref.finalize(owner, self._returned.put, block).atexit = False  # the collector may run while the lock is held
+        watch = _Watch(owner, self._returned.put)  # no more than that: the collector may run while the lock is held
+        watch.block = block
+        self._watches[block.address] = watch
         return torch.frombuffer(owner, dtype=torch.uint8)
 
     def _reused(self, size: int) -> _Block | None:
@@ -114,7 +128,8 @@ class SimulatedAllocator:
         """Take back the blocks whose tensors are gone."""
         with self._lock:
             while not self._returned.empty():
-                block = self._returned.get()
+                block = self._returned.get().block
+                self._watches.pop(block.address, None)
                 self.blocks.pop(block.address, None)
                 for stream in sorted(block.users):
                     event = self._runtime.new_event()
