@@ -428,3 +428,30 @@ def test_charts_are_drawn_where_there_is_something_to_show(tmp_path: Path) -> No
     assert curve.draw(data, tmp_path / "curve.png", "title", ["a", "b"]) == [tmp_path / "curve.png"]
     assert curve.draw(data, tmp_path / "none.png", "title", ["a"]) == []
     assert {path.name for path in tmp_path.iterdir() if path.read_bytes().startswith(b"\x89PNG")} == {"bars.png", "curve.png"}
+
+
+# ---- one page of all
+
+
+def test_the_page_of_all_benchmarks_has_every_way_and_every_goal(tmp_path: Path) -> None:
+    result = BENCHMARKS / "results" / "2026-11-29-h200.json"
+    out = tmp_path / "docs" / "results.md"
+    command = [sys.executable, str(BENCHMARKS / "all.py"), "--render", str(result), "--page", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text()
+    for name, way in json.loads(result.read_text())["cases"]["peers"]["ways"].items():
+        assert f"**{name}**" in text if way["role"] == "headrace" else name in text
+    assert "MISS  0.95 × bare copies: 0.432" in text
+
+
+def test_a_page_of_nothing_is_a_failure(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "all.py"),
+        "--render",
+        str(tmp_path / "none.json"),
+        "--page",
+        str(tmp_path / "p.md"),
+    ]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 1
