@@ -18,9 +18,9 @@ _TOLD = frozenset(
 )
 _HEAD = """# Results
 
-Written by `scripts/bench all` from what each benchmark left; [benchmarks](benchmarks.md) says what is measured and how. Figures of different
-runs, or of different machines, are not to be compared: each table has its own floor and its own rivals, measured in turns with
-headrace. **Bold** are headrace's ways, *italic* the floors. Goals that are missed are on the page like all others.
+Written by `scripts/bench all` from what each benchmark left; [benchmarks](benchmarks.md) says what is measured and how. Figures
+of different runs, or of different machines, are not to be compared: each table has its own floor and its own rivals, measured in
+turns with headrace. **Bold** are headrace's ways, *italic* the floors. Goals that are missed are on the page like all others.
 """
 
 
