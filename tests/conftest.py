@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,10 @@ settings.register_profile("soak", deadline=None, max_examples=1000, database=Non
 settings.load_profile("headrace")
 
 _DESCRIPTORS = Path("/proc/self/fd")
+
+# A suite that is started in the background ignores Ctrl-C, and so would the programs it starts, which tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _JOIN_LIMIT_S = 5.0
 
 

@@ -93,6 +93,7 @@ def test_a_project_prints_what_its_readme_shows(
             command = command.replace(port, free)
         lines += [command, f"echo '{_MARK}'"]
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     for variable, value in SURROUNDINGS.items():
         monkeypatch.setenv(variable, value.format(folder=tmp_path))
     ran = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=there, capture_output=True, text=True, timeout=500, check=False)

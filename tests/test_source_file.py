@@ -539,6 +539,7 @@ def big(tmp_path: Path) -> Iterator[Path]:
 
 def evict(path: Path, start: int = 0, nbytes: int = 0) -> None:
     with open(path, "rb") as file:
+        os.fsync(file.fileno())  # what is not written yet cannot be dropped
         os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
