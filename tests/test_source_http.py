@@ -854,15 +854,16 @@ def test_throttling_lowers_concurrency_for_the_endpoint(monkeypatch: pytest.Monk
     barrier = threading.Barrier(8)
     many = Access(policy=replace(BRISK, attempts=9))  # one reader may meet all of them
     with Server(DATA, [fault("status", code=503, skip=1, times=8)]) as server, opened(server, many) as source:
-        with ThreadPoolExecutor(8) as threads:
 
-            def work(thread: int) -> bool:
-                barrier.wait()
-                for turn in range(10):
-                    read(source, PREFIX + thread * 1000 + turn * 50_000, 40_000)
-                return True
+        def work(thread: int) -> bool:
+            barrier.wait()
+            for turn in range(10):
+                read(source, PREFIX + thread * 1000 + turn * 50_000, 40_000)
+            return True
 
-            assert all(threads.map(work, range(8)))
+        threads = ThreadPoolExecutor(8)
+        assert all(threads.map(work, range(8)))
+        threads.shutdown()
     assert any(0 < limit < 8 for limit in limits)
 
 
