@@ -497,6 +497,7 @@ def close(stream: headrace.TensorStream) -> None:
     stream.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [leave, close])
 @pytest.mark.parametrize("action", [None, Stall(after=1000), SlowStart(60.0), Trickle(1000.0)])
 def test_a_load_that_is_abandoned_leaves_nothing(

@@ -275,6 +275,7 @@ def test_an_error_that_quotes_what_was_sent_tells_no_secret(store: str, told: To
         assert len(do_everything(asked, told, tmp_path)) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "plan", "load", "pull", "verify"])
 @pytest.mark.parametrize("why", ["well", "403", "short"])
 def test_the_command_tells_no_secret(command: str, why: str, told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from headrace.testing import FolderTests, SourceTests
 from headrace.testing.sources import error_of, pattern, read
 
 botocore = pytest.importorskip("botocore.session")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 ACCESS_KEY, SECRET = "AKTEST", "SKTESTSECRET"
 _BIN = Path(sys.executable).parent
