@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ranks import Outcome, prepare_ranks, run_ranks
 
 import headrace
 from headrace import OptionError, PeerError, SourceError
+from headrace._node import Leaving, NodeMemory
 from headrace._partition import assign_owners
 from headrace.testing import Fault, FaultySource, Raise, touches
 
@@ -317,6 +319,29 @@ def test_a_rank_that_cannot_read_is_named_to_the_others_with_its_reason(folder: 
         assert isinstance(error, PeerError)
         assert error.rank == 2
         assert type(error_of(outcomes[2])).__name__ in str(error)
+
+
+def fail_slowly(rank: int, path: Path) -> None:
+    """Rank 2's disk breaks, and what it says of that is held up until its threads have ended, if they can."""
+    leave, close, closed = NodeMemory.leave, NodeMemory.close, threading.Event()
+
+    def held_up(node: NodeMemory, leaving: Leaving) -> None:
+        closed.wait(1.0)
+        leave(node, leaving)
+
+    def watched(node: NodeMemory) -> None:
+        close(node)
+        closed.set()
+
+    if rank == 2:
+        NodeMemory.leave, NodeMemory.close = held_up, watched  # type: ignore[method-assign]
+    fail_reading(rank, path, True)
+
+
+def test_a_reason_is_given_before_the_memory_that_it_is_written_to_is_let_go(folder: Path) -> None:
+    outcomes = run_ranks(3, fail_slowly, folder)
+    assert [type(error_of(outcome)) for outcome in outcomes] == [PeerError, PeerError, SourceError]
+    assert all("SourceError" in str(error_of(outcome)) for outcome in outcomes[:2])
 
 
 def die(rank: int, path: Path, one_node: bool) -> None:

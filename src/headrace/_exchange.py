@@ -374,9 +374,9 @@ class _Exchange:
                 return
             self._leaving = leaving = Leaving(status, self._peers.rank if blamed is None else blamed, why)
             self._offers.clear()
+            if self._node is not None:
+                self._node.leave(leaving)  # before the threads hear of it: the last one to end closes what this is written to
             self._state.notify_all()
-        if self._node is not None:
-            self._node.leave(leaving)
 
     # -- threads ---------------------------------------------------------------------------------------------------------------
 

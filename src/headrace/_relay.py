@@ -190,8 +190,8 @@ class Relay:
                 self._state.notify_all()
                 return
             self._left = True
+            self._node.leave(Leaving(status, self._peers.rank if blamed is None else blamed, why))
             self._state.notify_all()
-        self._node.leave(Leaving(status, self._peers.rank if blamed is None else blamed, why))
 
     # -- rounds ----------------------------------------------------------------------------------------------------------------
 
