@@ -270,7 +270,7 @@ def test_names_of_loaders_are_checked() -> None:
         (["--against", "torch"], 2, "takes safetensors"),
         (["--json", "/nowhere/b.json"], 2, "/nowhere/b.json"),
         (["--seconds", "0"], 2, "--seconds is a number above 0"),
-        (["--plot", "b.sketch"], 2, "png"),
+        pytest.param(["--plot", "b.sketch"], 2, "png", marks=pytest.mark.slow),  # imports matplotlib
     ],
 )
 def test_mistakes_are_found_before_anything_is_measured(model: Path, arguments: list[str], code: int, part: str) -> None:

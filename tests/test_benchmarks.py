@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+@pytest.fixture(scope="module", autouse=True)
+def _importable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield
 
 
 @pytest.fixture
@@ -42,6 +44,7 @@ def measure(files: list[str], way: str, **job: Any) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_child_reports_a_stream_as_one_json_line(files: list[str]) -> None:
     sample = measure(files, "ours:run", verify=True)
     assert sample["tensors"] == 16
@@ -113,25 +116,33 @@ def test_goal_without_anything_to_compare_with_is_open() -> None:
 # ---- object stores
 
 
-@pytest.fixture(params=["s3", "s3-tls"])
-def job_at(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Makes jobs on a checkpoint of four shards that an S3 server has, plain and over TLS."""
+@pytest.fixture(scope="module", params=["s3", "s3-tls"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Any]]:
+    """A checkpoint of four shards, and the S3 server that has it, plain and over TLS."""
     from harness import checkpoints
     from harness.cases import Case
-    from harness.child import Job
     from harness.servers import Servers
 
-    checkpoints.ensure(tmp_path, ["tiny-shards"])
-    files = checkpoints.files_of(tmp_path / "tiny-shards")
+    folder = tmp_path_factory.mktemp("served")
+    checkpoints.ensure(folder, ["tiny-shards"])
     case = Case("case", "", "tiny-shards", "stream", False, (), server=request.param, connections=3)
-    with Servers(tmp_path, BENCHMARKS.parent / "src", tmp_path).serve(case) as target:
-        for name, value in target.environment().items():
-            monkeypatch.setenv(name, value)
+    with Servers(folder, BENCHMARKS.parent / "src", folder).serve(case) as target:
+        yield checkpoints.files_of(folder / "tiny-shards"), target
 
-        def make(way: str, *, kind: str = "stream", **settings: Any) -> Job:
-            return Job(way, files, target, kind=kind, verify=True, settings={"connections": 3, **settings})
 
-        yield make
+@pytest.fixture
+def job_at(served: tuple[list[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes jobs on what is served."""
+    from harness.child import Job
+
+    files, target = served
+    for name, value in target.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def make(way: str, *, kind: str = "stream", **settings: Any) -> Job:
+        return Job(way, files, target, kind=kind, verify=True, settings={"connections": 3, **settings})
+
+    return make
 
 
 @pytest.mark.parametrize("kind", ["stream", "into", "load"])
