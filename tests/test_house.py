@@ -94,7 +94,7 @@ def test_module_without_a_floor_is_caught(copy: Path) -> None:
         pytest.param("_api", "from os import environ\n\nHOME = environ\n", True, id="imports-environ"),
         pytest.param("cli.load", 'import os\n\nHOME = os.getenv("HOME")\n', True, id="getenv"),
         pytest.param("sources.file", 'import os\n\nos.putenv("A", "b")\n', True, id="putenv"),
-        pytest.param("_options", "import os\n\nHOME = os.environ\n", False, id="options-may-read-environ"),
+        pytest.param("_environment", "import os\n\nHOME = os.environ\n", False, id="environment-may-read-environ"),
         pytest.param("_engine", "import torch\n\nCOUNT = torch.cuda.device_count()\n", True, id="torch.cuda"),
         pytest.param(
             "devices.cuda._torch", "import torch\n\nCOUNT = torch.cuda.device_count()\n", False, id="cuda-may-name-torch.cuda"

@@ -20,7 +20,7 @@ from headrace.testing.s3server import Rule, S3Server, Status
 
 pytest.importorskip("botocore")
 
-from headrace._options import S3Settings
+from headrace._environment import S3Settings
 from headrace.sources.s3 import S3Credentials, S3Store
 from headrace.sources.s3 import _identity as identity_module
 from headrace.sources.s3._identity import Identity

@@ -32,7 +32,7 @@ from stores import DATA, KIB, NESTED, QUICK, PrefixFolderTests, PrefixTests, Ser
 from typer.testing import CliRunner
 
 import headrace
-from headrace._options import AzureSettings
+from headrace._environment import AzureSettings
 from headrace.cli import app
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError, SourcePermissionError
 from headrace.sources.azure import (

@@ -36,7 +36,8 @@ from hypothesis import strategies as st
 from stores import DATA, KIB, NESTED, QUICK, PrefixFolderTests, PrefixTests, Served, forget
 
 import headrace
-from headrace._options import GcsSettings, Options
+from headrace._environment import GcsSettings
+from headrace._options import Options
 from headrace._remote import Remote
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError
 from headrace.sources.gcs import (

@@ -19,7 +19,7 @@ from http_servers import Certificates, Seen, Server, fault
 from hub_server import Hub, Repo, commit_of, serving
 
 import headrace
-from headrace._options import HUB_ENDPOINT, HubSettings
+from headrace._environment import HUB_ENDPOINT, HubSettings
 from headrace.errors import OptionError, SourceError, SourceNotFoundError, SourcePermissionError
 from headrace.sources.http import Access, Policy, TlsError, WrongAnswerError
 from headrace.sources.huggingface import (

@@ -26,7 +26,7 @@ from stores import DATA, KIB, NESTED, QUICK, PrefixFolderTests, PrefixTests, Ser
 from typer.testing import CliRunner
 
 import headrace
-from headrace._options import S3Settings
+from headrace._environment import S3Settings
 from headrace.cli import app
 from headrace.errors import OptionError, SourceChangedError, SourceError, SourceNotFoundError, SourcePermissionError
 from headrace.sources.http import (

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from headrace._options import S3Settings
+from headrace._environment import S3Settings
 from headrace.errors import OptionError, SourcePermissionError
 from headrace.sources.http import Access, Policy
 from headrace.sources.s3 import CredentialsError, S3Credentials, S3Store

@@ -14,7 +14,8 @@ import pytest
 from checkpoints import KIB, MIB, bytes_of, random_contents, serialize
 
 import headrace
-from headrace._options import Options, S3Settings
+from headrace._environment import S3Settings
+from headrace._options import Options
 from headrace.errors import OptionError, SourceError, SourceTimeoutError
 from headrace.sources.http import TlsError
 from headrace.sources.s3 import CredentialsError

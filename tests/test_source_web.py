@@ -16,7 +16,7 @@ from checkpoints import random_contents, serialize, wrong
 from http_servers import Certificates, Seen, Server, fault
 
 import headrace
-from headrace._options import NetworkSettings
+from headrace._environment import NetworkSettings
 from headrace.errors import FormatError, OptionError, SourceNotFoundError, SourcePermissionError
 from headrace.sources.base import ByteSource
 from headrace.sources.http import Access, Policy, RedirectError

@@ -10,7 +10,7 @@ import pytest
 from hub_server import Hub, Repo
 
 import headrace
-from headrace._options import cache_folder
+from headrace._environment import cache_folder
 from headrace.errors import DestinationError, FormatError, OptionError, SourceNotFoundError
 from headrace.integrations.views import is_store_url
 from headrace.sources.base import ByteSource

@@ -23,10 +23,9 @@ from fake_vllm import FakeVllm, LoadConfig, Model, ModelConfig, cache_model, fak
 from ranks import prepare_ranks, run_ranks
 
 import headrace
-from headrace._options import VllmSettings
 from headrace.errors import FormatError, OptionError, PeerError, SourceNotFoundError
 from headrace.integrations.vllm import register
-from headrace.integrations.vllm._settings import LoaderSettings, read_settings
+from headrace.integrations.vllm._settings import LoaderSettings, VllmSettings, read_settings
 from headrace.integrations.vllm._streams import open_weights, stream_weights
 from headrace.testing.s3server import S3Server
 

@@ -2,20 +2,19 @@
 
 Every field of `Options` may be given as an argument of that name, in an `Options`, or in the environment as HEADRACE_<NAME>. An
 argument wins over HEADRACE_*, that over RUNAI_STREAMER_* (the names its users already set), that over what is automatic.
-This module is the only reader of the environment; nothing writes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from typing_extensions import Unpack
 
+from headrace._environment import first_set
 from headrace.errors import OptionError
 
 Switch = Literal["auto", "on", "off"]
@@ -25,14 +24,11 @@ CastPlace = Literal["auto", "host", "device"]
 PartitionPolicy = Literal["spans", "chunks", "files"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "pin": ("off", "auto", "require"),
-    "direct_io": ("auto", "on", "off"),
-    "mmap": ("off", "auto", "require"),
-    "in_place": ("off", "auto", "require"),
-    "gds": ("off", "auto", "require"),
-    "cast_at": ("auto", "host", "device"),
-    "keep_staging": ("off", "on"),
-    "partition": ("spans", "chunks", "files"),
+    **dict.fromkeys(("pin", "mmap", "in_place", "gds"), get_args(Demand)),
+    "direct_io": get_args(Switch),
+    "cast_at": get_args(CastPlace),
+    "keep_staging": get_args(OnOff),
+    "partition": get_args(PartitionPolicy),
 }
 _RUNAI_NAMES = {
     "concurrency": "RUNAI_STREAMER_CONCURRENCY",
@@ -227,8 +223,8 @@ def _require_known(name: str) -> None:
 
 
 def _lookup(name: str) -> tuple[str, str | None]:
-    for variable in (f"HEADRACE_{name.upper()}", _RUNAI_NAMES.get(name, ""), _LAUNCHER_NAMES.get(name, "")):
-        text = os.environ.get(variable, "").strip() if variable else ""
+    for variable in filter(None, (f"HEADRACE_{name.upper()}", _RUNAI_NAMES.get(name), _LAUNCHER_NAMES.get(name))):
+        text = first_set(variable)
         if text and (variable, text) != ("RUNAI_STREAMER_S3_MAX_RETRIES", "0"):  # as many as usual
             return variable, text
     return "", None
@@ -295,321 +291,3 @@ def _checked_integer(name: str, value: object) -> int:
     if number is None or number < least:
         raise OptionError(f"{name} is {meaning}, not {value!r}", option=name)
     return number
-
-
-def environment_with(variables: Mapping[str, str], *, python_path: str) -> dict[str, str]:
-    """This process's environment for a child, with some variables set and a folder that its Python looks into first."""
-    path = os.pathsep.join(filter(None, (python_path, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, **variables, "PYTHONPATH": path}
-
-
-# ---- what other programs' variables say about networks and the hub
-
-HUB_ENDPOINT = "https://huggingface.co"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkSettings:
-    """Proxies and trust, from the variables that curl, requests and the AWS tools read.
-
-    Attributes:
-        proxies: {"http": url, "https": url}, by the scheme of what is fetched.
-        no_proxy: hosts that are reached without, separated by commas.
-        ca_bundle: a PEM file of trusted CAs; None: the system's.
-    """
-
-    proxies: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-    no_proxy: str = ""
-    ca_bundle: str | None = None
-
-    @classmethod
-    def from_environment(cls, *, aws: bool = False) -> NetworkSettings:
-        """Read HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY (lower case wins), REQUESTS_CA_BUNDLE and SSL_CERT_FILE.
-
-        Args:
-            aws: whether it is for S3: AWS_CA_BUNDLE is read too, and wins. It holds a private store's CA as a rule, which would
-                break everything else.
-        """
-        found = {scheme: _first_set(*_proxy_variables(scheme)) for scheme in ("http", "https")}
-        bundles = [*(["AWS_CA_BUNDLE"] if aws else []), "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"]
-        return cls(
-            proxies={scheme: proxy for scheme, proxy in found.items() if proxy},
-            no_proxy=_first_set("no_proxy", "NO_PROXY") or "",
-            ca_bundle=_first_set(*bundles),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubSettings:
-    """Where the Hugging Face hub is, and who asks, from the variables of its own client.
-
-    Attributes:
-        token: never shown; None: anonymous.
-        endpoint: of the hub or a mirror of it.
-    """
-
-    token: str | None = dataclasses.field(default=None, repr=False)
-    endpoint: str = HUB_ENDPOINT
-
-    @classmethod
-    def from_environment(cls) -> HubSettings:
-        """Read HF_ENDPOINT and HF_TOKEN, or else the file at HF_TOKEN_PATH, by default HF_HOME/token.
-
-        With HF_HUB_DISABLE_IMPLICIT_TOKEN there is no token but one given as an argument.
-        """
-        disabled = (_first_set("HF_HUB_DISABLE_IMPLICIT_TOKEN") or "").lower() in ("1", "on", "yes", "true")
-        token = None if disabled else _first_set("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") or _read_token(_token_path())
-        return cls(token=token, endpoint=(_first_set("HF_ENDPOINT") or HUB_ENDPOINT).rstrip("/"))
-
-
-def _first_set(*variables: str) -> str | None:
-    return next(filter(None, (os.environ.get(variable, "").strip() for variable in variables)), None)
-
-
-def _proxy_variables(scheme: str) -> list[str]:
-    """In a CGI program HTTP_PROXY is a header of the request that it answers (CVE-2016-5385)."""
-    upper = [] if scheme == "http" and "REQUEST_METHOD" in os.environ else [f"{scheme}_proxy".upper()]
-    return [f"{scheme}_proxy", *upper, "all_proxy", "ALL_PROXY"]
-
-
-def _token_path() -> str:
-    cache = _first_set("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    home = _first_set("HF_HOME") or os.path.join(cache, "huggingface")
-    return os.path.expanduser(os.path.expandvars(_first_set("HF_TOKEN_PATH") or os.path.join(home, "token")))
-
-
-def _read_token(path: str) -> str | None:
-    """A token file that is not there, or may not be read, is as good as none: most repositories need no token."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip() or None
-    except (OSError, ValueError):
-        return None
-
-
-# ---- names of stores that no library of theirs reads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class S3Settings:
-    """What the environment says about S3 and botocore does not read, or not before it makes a client.
-
-    Attributes:
-        endpoint: AWS_ENDPOINT_URL_S3, RUNAI_STREAMER_S3_ENDPOINT or AWS_ENDPOINT_URL; the first that is set.
-        region: AWS_REGION, which most AWS libraries read and botocore does not.
-        virtual_hosted: RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING; None: as it suits.
-        unsigned: RUNAI_STREAMER_S3_UNSIGNED.
-    """
-
-    endpoint: str | None = None
-    region: str | None = None
-    virtual_hosted: bool | None = None
-    unsigned: bool = False
-
-    @classmethod
-    def from_environment(cls) -> S3Settings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off.
-        """
-        return cls(
-            endpoint=_first_set("AWS_ENDPOINT_URL_S3", "RUNAI_STREAMER_S3_ENDPOINT", "AWS_ENDPOINT_URL"),
-            region=_first_set("AWS_REGION"),
-            virtual_hosted=_switch("RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"),
-            unsigned=bool(_switch("RUNAI_STREAMER_S3_UNSIGNED")),
-        )
-
-
-def _switch(variable: str) -> bool | None:
-    text = (_first_set(variable) or "").lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
-    if text:
-        raise OptionError(f"environment variable {variable}={text!r} is 1 or 0", option=variable)
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GcsSettings:
-    """What the environment says about Google Cloud Storage.
-
-    Attributes:
-        endpoint: STORAGE_EMULATOR_HOST; http:// where it is a bare host.
-        credential_file: RUNAI_STREAMER_GCS_CREDENTIAL_FILE.
-        default_file: GOOGLE_APPLICATION_CREDENTIALS, else what gcloud has left in CLOUDSDK_CONFIG. google-auth would find both,
-            and start gcloud to ask for the name of a project that nobody needs here (3.7 s, 2026-11-29).
-        anonymous: RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS.
-        universe: GOOGLE_CLOUD_UNIVERSE_DOMAIN, the domain of a sovereign cloud's services.
-    """
-
-    endpoint: str | None = None
-    credential_file: str | None = None
-    default_file: str | None = None
-    anonymous: bool = False
-    universe: str = "googleapis.com"
-
-    @classmethod
-    def from_environment(cls) -> GcsSettings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off.
-        """
-        emulator = _first_set("STORAGE_EMULATOR_HOST")
-        return cls(
-            endpoint=emulator if emulator is None or "://" in emulator else f"http://{emulator}",
-            credential_file=_first_set("RUNAI_STREAMER_GCS_CREDENTIAL_FILE"),
-            default_file=_first_set("GOOGLE_APPLICATION_CREDENTIALS") or _gcloud_file(),
-            anonymous=bool(_switch("RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS")),
-            universe=_first_set("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com",
-        )
-
-
-def _gcloud_file() -> str | None:
-    folder = _first_set("CLOUDSDK_CONFIG") or os.path.join(os.path.expanduser("~"), ".config", "gcloud")
-    path = os.path.join(folder, "application_default_credentials.json")
-    return path if os.path.isfile(path) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AzureSettings:
-    """What the environment says about Azure Storage: names of Run:ai's streamer and, in brackets, of Azure's command and obstore.
-
-    Attributes:
-        account_name: AZURE_STORAGE_ACCOUNT_NAME [AZURE_STORAGE_ACCOUNT].
-        account_key: AZURE_STORAGE_ACCOUNT_KEY [AZURE_STORAGE_KEY, AZURE_STORAGE_ACCESS_KEY]; never shown.
-        sas_token: AZURE_STORAGE_SAS_TOKEN; never shown.
-        connection_string: AZURE_STORAGE_CONNECTION_STRING; never shown.
-        endpoint: AZURE_STORAGE_ENDPOINT [AZURE_STORAGE_SERVICE_ENDPOINT, AZURE_ENDPOINT], the url of the blob service.
-        endpoint_suffix: AZURE_STORAGE_ENDPOINT_SUFFIX, of the blob service's host; one without "blob." is completed.
-        anonymous: AZURE_SKIP_SIGNATURE.
-    """
-
-    account_name: str | None = None
-    account_key: str | None = dataclasses.field(default=None, repr=False)
-    sas_token: str | None = dataclasses.field(default=None, repr=False)
-    connection_string: str | None = dataclasses.field(default=None, repr=False)
-    endpoint: str | None = None
-    endpoint_suffix: str | None = None
-    anonymous: bool = False
-
-    @classmethod
-    def from_environment(cls) -> AzureSettings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off.
-        """
-        suffix = (_first_set("AZURE_STORAGE_ENDPOINT_SUFFIX") or "").lstrip(".")
-        return cls(
-            account_name=_first_set("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
-            account_key=_first_set("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY"),
-            sas_token=_first_set("AZURE_STORAGE_SAS_TOKEN"),
-            connection_string=_first_set("AZURE_STORAGE_CONNECTION_STRING"),
-            endpoint=_first_set("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT", "AZURE_ENDPOINT"),
-            endpoint_suffix=(f"blob.{suffix}" if suffix.startswith("core.") else suffix) or None,
-            anonymous=bool(_switch("AZURE_SKIP_SIGNATURE")),
-        )
-
-
-# ---- where copies are kept
-
-
-def cache_folder() -> str:
-    """Where copies of remote models' small files are kept: HEADRACE_CACHE, else headrace below XDG_CACHE_HOME or ~/.cache."""
-    below = _first_set("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return os.path.abspath(os.path.expanduser(_first_set("HEADRACE_CACHE") or os.path.join(below, "headrace")))
-
-
-# ---- switches of the programs that load us
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunaiSettings:
-    """What the environment says to programs written for Run:ai Model Streamer about ranks that read together.
-
-    Attributes:
-        share: RUNAI_STREAMER_DIST: 1 always, 0 never; None ("auto"): where the ranks' backend is NCCL.
-        across_nodes: RUNAI_STREAMER_DIST_GLOBAL: all ranks of the job read together, and not those of each node.
-        timeout_s: RUNAI_STREAMER_DIST_TIMEOUT, in seconds.
-    """
-
-    share: bool | None = None
-    across_nodes: bool = False
-    timeout_s: float | None = None
-
-    @classmethod
-    def from_environment(cls) -> RunaiSettings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off, or no number of seconds.
-        """
-        automatic = (_first_set("RUNAI_STREAMER_DIST") or "auto").lower() == "auto"
-        timeout = _first_set("RUNAI_STREAMER_DIST_TIMEOUT")
-        try:
-            timeout_s = None if timeout is None else float(timeout)
-        except ValueError:
-            message = f"environment variable RUNAI_STREAMER_DIST_TIMEOUT={timeout!r} is a number of seconds"
-            raise OptionError(message, option="RUNAI_STREAMER_DIST_TIMEOUT") from None
-        return cls(
-            share=None if automatic else _switch("RUNAI_STREAMER_DIST"),
-            across_nodes=bool(_switch("RUNAI_STREAMER_DIST_GLOBAL")),
-            timeout_s=timeout_s,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """What the environment says to the loaders for vLLM.
-
-    Attributes:
-        local_index: VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX: take the index from the model's local folder, the shards from the store.
-        cpu_files: VLLM_RUNAI_CPU_WEIGHT_FILES: names of shards, separated by commas, that go to host memory.
-        cpu_memory_limit: VLLM_RUNAI_CPU_MEMORY_LIMIT: the `memory_limit` of these.
-        single_reader: VLLM_RUNAI_SINGLE_ENGRAM_READER: they go to memory that the ranks of a node have in common.
-    """
-
-    local_index: bool = False
-    cpu_files: tuple[str, ...] = ()
-    cpu_memory_limit: int | None = None
-    single_reader: bool = False
-
-    @classmethod
-    def from_environment(cls) -> VllmSettings:
-        """Read them now. VLLM_RUNAI_BORROWED_WEIGHTS asks for tensors that are not copied, as ours never are.
-
-        Raises:
-            OptionError: a value that cannot be used, or one for files in host memory where none are named.
-        """
-        limit, files = "VLLM_RUNAI_CPU_MEMORY_LIMIT", "VLLM_RUNAI_CPU_WEIGHT_FILES"
-        single_reader, text = bool(_switch("VLLM_RUNAI_SINGLE_ENGRAM_READER")), _first_set(limit)
-        names = tuple(name.strip() for name in (_first_set(files) or "").split(",") if name.strip())
-        if not names and (single_reader or text is not None):
-            name = limit if text is not None else "VLLM_RUNAI_SINGLE_ENGRAM_READER"
-            raise OptionError(
-                f"environment variable {name} is about the files that {files} names, and it is not set", option=name
-            )
-        try:
-            number = None if text is None else _checked_integer("memory_limit", text)
-        except OptionError as exc:
-            raise OptionError(f"environment variable {limit}={text!r}: {exc}", option=limit) from None
-        return cls(
-            local_index=bool(_switch("VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX")),
-            cpu_files=names,
-            cpu_memory_limit=number,
-            single_reader=single_reader,
-        )
-
-
-def vllm_takeover() -> bool:
-    """HEADRACE_VLLM_TAKEOVER: load what vLLM calls runai_streamer and runai_streamer_sharded. Raises as `sglang_takeover`."""
-    return bool(_switch("HEADRACE_VLLM_TAKEOVER"))
-
-
-def sglang_takeover() -> bool:
-    """HEADRACE_SGLANG_TAKEOVER: load what SGLang calls runai_streamer. Raises OptionError where it is neither on nor off."""
-    return bool(_switch("HEADRACE_SGLANG_TAKEOVER"))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import headrace
-from headrace._options import sglang_takeover
+from headrace._environment import switch
 from headrace.integrations import runai
 from headrace.integrations.vllm._streams import open_weights, stream_weights
 
@@ -38,7 +38,7 @@ def register() -> None:
         ImportError: SGLang has no registry of hooks where it was, or Run:ai's package has been imported already. SGLang logs
             what its plugins raise, and goes on without them.
     """
-    if not sglang_takeover():
+    if not switch("HEADRACE_SGLANG_TAKEOVER"):
         return
     registry = importlib.import_module("sglang.srt.plugins.hook_registry")
     try:

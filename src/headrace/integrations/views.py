@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from typing_extensions import Unpack
 
 import headrace
-from headrace._options import AzureSettings, GcsSettings, HubSettings, S3Settings, cache_folder
+from headrace._environment import AzureSettings, GcsSettings, HubSettings, S3Settings, cache_folder
 from headrace.errors import DestinationError, FormatError, OptionError
 from headrace.sources.base import ByteSource, Folder
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
-from headrace._options import HUB_ENDPOINT
+from headrace._environment import HUB_ENDPOINT
 from headrace.errors import OptionError, SourceError
 from headrace.sources.http import (
     INDEX_NBYTES,

@@ -13,8 +13,8 @@ import importlib
 import logging
 from typing import Any
 
-from headrace._options import vllm_takeover
-from headrace.integrations.vllm._settings import PLAIN, RUNAI, RUNAI_SHARDED, SHARDED
+from headrace._environment import switch
+from headrace.integrations.vllm._settings import PLAIN, RUNAI, RUNAI_SHARDED, SHARDED, TAKEOVER
 
 __all__ = ["register"]
 
@@ -31,7 +31,7 @@ def register() -> None:
     Raises:
         OptionError: HEADRACE_VLLM_TAKEOVER is neither on nor off.
     """
-    takeover = vllm_takeover()
+    takeover = switch(TAKEOVER)
     try:
         registry = importlib.import_module("vllm.model_executor.model_loader")
         known, add = registry._LOAD_FORMAT_TO_MODEL_LOADER, registry.register_model_loader

@@ -22,9 +22,9 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import headrace
-from headrace._options import VllmSettings, vllm_takeover
+from headrace._environment import switch
 from headrace.integrations import runai
-from headrace.integrations.vllm._settings import PLAIN, RUNAI, RUNAI_SHARDED, SHARDED, read_settings
+from headrace.integrations.vllm._settings import PLAIN, RUNAI, RUNAI_SHARDED, SHARDED, TAKEOVER, VllmSettings, read_settings
 from headrace.integrations.vllm._streams import INDEX
 
 _HUB: Final = "hf://"
@@ -128,7 +128,7 @@ class _Pull:
 
 
 def _our_formats() -> tuple[str, ...]:
-    taken = ("auto", RUNAI, RUNAI_SHARDED) if vllm_takeover() else ()
+    taken = ("auto", RUNAI, RUNAI_SHARDED) if switch(TAKEOVER) else ()
     return (PLAIN, SHARDED, *taken)
 
 

@@ -22,9 +22,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 import headrace
-from headrace._options import VllmSettings
 from headrace.errors import OptionError
-from headrace.integrations.vllm._settings import LoaderSettings, read_settings
+from headrace.integrations.vllm._settings import LoaderSettings, VllmSettings, read_settings
 from headrace.integrations.vllm._streams import INDEX, kept_names, open_weights, prefixed, stream_weights
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""PURE: what --model-loader-extra-config says, checked key by key.
+"""How a loader was told to load: by --model-loader-extra-config, checked key by key, and by variables of vLLM's own loaders.
 
 A key that is not known is refused by name, and so is a value of the wrong kind. vLLM starts for half a minute before a loader
 sees its config, so `_hooks` has it checked at once.
@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Final
 
-from headrace._options import Options, VllmSettings
+from headrace._environment import first_set, switch
+from headrace._options import Options
 from headrace.errors import OptionError
 
 PLAIN: Final = "headrace"
 SHARDED: Final = "headrace_sharded"
+TAKEOVER: Final = "HEADRACE_VLLM_TAKEOVER"  # on: what vLLM calls by the next two names is ours as well
 RUNAI: Final = "runai_streamer"
 RUNAI_SHARDED: Final = "runai_streamer_sharded"
 
@@ -35,6 +37,49 @@ _KEYS: Final = (
     "verify",
 )
 _DEMANDS: Final = {True: "auto", False: "off", "auto": "auto", "off": "off", "require": "require"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """What the environment says to the loaders for vLLM.
+
+    Attributes:
+        local_index: VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX: take the index from the model's local folder, the shards from the store.
+        cpu_files: VLLM_RUNAI_CPU_WEIGHT_FILES: names of shards, separated by commas, that go to host memory.
+        cpu_memory_limit: VLLM_RUNAI_CPU_MEMORY_LIMIT: the `memory_limit` of these.
+        single_reader: VLLM_RUNAI_SINGLE_ENGRAM_READER: they go to memory that the ranks of a node have in common.
+    """
+
+    local_index: bool = False
+    cpu_files: tuple[str, ...] = ()
+    cpu_memory_limit: int | None = None
+    single_reader: bool = False
+
+    @classmethod
+    def from_environment(cls) -> VllmSettings:
+        """Read them now. VLLM_RUNAI_BORROWED_WEIGHTS asks for tensors that are not copied, as ours never are.
+
+        Raises:
+            OptionError: a value that cannot be used, or one for files in host memory where none are named.
+        """
+        limit, files = "VLLM_RUNAI_CPU_MEMORY_LIMIT", "VLLM_RUNAI_CPU_WEIGHT_FILES"
+        single_reader, text = bool(switch("VLLM_RUNAI_SINGLE_ENGRAM_READER")), first_set(limit)
+        names = tuple(name.strip() for name in (first_set(files) or "").split(",") if name.strip())
+        if not names and (single_reader or text is not None):
+            name = limit if text is not None else "VLLM_RUNAI_SINGLE_ENGRAM_READER"
+            raise OptionError(
+                f"environment variable {name} is about the files that {files} names, and it is not set", option=name
+            )
+        try:
+            number = Options(memory_limit=text).memory_limit
+        except OptionError as exc:
+            raise OptionError(f"environment variable {limit}={text!r}: {exc}", option=limit) from None
+        return cls(
+            local_index=bool(switch("VLLM_RUNAI_USE_LOCAL_WEIGHT_INDEX")),
+            cpu_files=names,
+            cpu_memory_limit=number,
+            single_reader=single_reader,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

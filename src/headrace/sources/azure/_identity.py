@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import parse_qs
 
-from headrace._options import AzureSettings
+from headrace._environment import AzureSettings
 from headrace.errors import OptionError
 from headrace.sources.azure._address import PUBLIC_SUFFIX, Place, Service, account_of, normalise_sas
 from headrace.sources.azure._connection_string import ConnectionString, parse_connection_string

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
-from headrace._options import AzureSettings, NetworkSettings
+from headrace._environment import AzureSettings, NetworkSettings
 from headrace.errors import OptionError
 from headrace.sources.azure._address import Location, parse_url
 from headrace.sources.azure._container import Container

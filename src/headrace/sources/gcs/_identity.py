@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-from headrace._options import GcsSettings
+from headrace._environment import GcsSettings
 from headrace.errors import OptionError, SourceError
 from headrace.sources.gcs._address import Place
 from headrace.sources.gcs._errors import CredentialsError

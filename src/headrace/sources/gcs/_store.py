@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
-from headrace._options import GcsSettings, NetworkSettings
+from headrace._environment import GcsSettings, NetworkSettings
 from headrace.errors import OptionError
 from headrace.sources.base import ByteSource
 from headrace.sources.gcs._address import join_url, parse_url

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headrace._options import environment_with
+from headrace._environment import environment_with
 from headrace.sources.base import LocalSource
 from headrace.sources.gds._library import MAX_IO_NBYTES, Routes
 from headrace.sources.gds._probe import PAGE

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from headrace._options import S3Settings
+from headrace._environment import S3Settings
 from headrace.errors import OptionError, SourceError
 from headrace.sources.s3._address import Place
 from headrace.sources.s3._errors import CredentialsError

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
-from headrace._options import NetworkSettings, S3Settings
+from headrace._environment import NetworkSettings, S3Settings
 from headrace.errors import OptionError
 from headrace.sources.base import ByteSource
 from headrace.sources.http import (

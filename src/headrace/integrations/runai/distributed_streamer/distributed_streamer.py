@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import Self
 
-from headrace._options import RunaiSettings
+from headrace._environment import first_set, switch
+from headrace.errors import OptionError
 from headrace.integrations.runai.file_streamer.file_streamer import FileStreamer, host_or_device
 from headrace.integrations.runai.file_streamer.requests_iterator import (
     RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME,
@@ -39,6 +41,41 @@ log = logging.getLogger("headrace")
 
 RUNAI_STREAMER_CUDA_ALIGNMENT_ENV_VAR: Final = "RUNAI_STREAMER_CUDA_ALIGNMENT"
 DEFAULT_BROADCAST_TIMEOUT: Final = timedelta(seconds=600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunaiSettings:
+    """What the environment says to programs written for Run:ai Model Streamer about ranks that read together.
+
+    Attributes:
+        share: RUNAI_STREAMER_DIST: 1 always, 0 never; None ("auto"): where the ranks' backend is NCCL.
+        across_nodes: RUNAI_STREAMER_DIST_GLOBAL: all ranks of the job read together, and not those of each node.
+        timeout_s: RUNAI_STREAMER_DIST_TIMEOUT, in seconds.
+    """
+
+    share: bool | None = None
+    across_nodes: bool = False
+    timeout_s: float | None = None
+
+    @classmethod
+    def from_environment(cls) -> RunaiSettings:
+        """Read them now.
+
+        Raises:
+            OptionError: a switch that is neither on nor off, or no number of seconds.
+        """
+        automatic = (first_set("RUNAI_STREAMER_DIST") or "auto").lower() == "auto"
+        timeout = first_set("RUNAI_STREAMER_DIST_TIMEOUT")
+        try:
+            timeout_s = None if timeout is None else float(timeout)
+        except ValueError:
+            message = f"environment variable RUNAI_STREAMER_DIST_TIMEOUT={timeout!r} is a number of seconds"
+            raise OptionError(message, option="RUNAI_STREAMER_DIST_TIMEOUT") from None
+        return cls(
+            share=None if automatic else switch("RUNAI_STREAMER_DIST"),
+            across_nodes=bool(switch("RUNAI_STREAMER_DIST_GLOBAL")),
+            timeout_s=timeout_s,
+        )
 
 
 def sharing(asked: bool) -> dict[str, Any]:
