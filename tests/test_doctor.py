@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.cli._doctor import Finding, Package, examine, installed_packages
+from headrace.testing.acceptance import _probes, _run
 from headrace.testing.devices import SimulatedDevice
 from headrace.testing.simulated import SimulatedRuntime
 from headrace.testing.simulated.cufile import SimulatedCuFile
@@ -206,3 +207,48 @@ class TestCommand:
             "try: app(['doctor', '--help'])\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
         )
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def has_gpu() -> bool:
+    return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+class TestTryingTheGpuOut:
+    """`headrace doctor --gpu`: what scripts/gpu does."""
+
+    @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+    def test_without_one_it_says_so_and_has_tested_nothing(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(app, ["doctor", "--gpu", str(tmp_path)])
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout == "no GPU found on this machine: nothing was tested\n"
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+    def test_json_says_it_too(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(app, ["doctor", "--gpu", "--json", str(tmp_path)])
+        assert result.exit_code == 0
+        assert json.loads(result.stdout).keys() == {"date", "not tested"}
+
+    @pytest.mark.parametrize("arguments", [["--simulated"], ["--gpu", "--device", "cuda:1"], ["--gpu", "--device", "cpu"]])
+    def test_what_it_does_not_do_is_a_usage_error(self, arguments: list[str]) -> None:
+        result = CliRunner().invoke(app, ["doctor", *arguments])
+        assert result.exit_code == 2
+        assert "--gpu" in result.stderr
+
+    @needs_compiler
+    def test_the_simulated_gpu_answers_instead(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_probes, "RULES", {name: _probes.RULES[name] for name in ("register", "late")})
+        result = CliRunner().invoke(app, ["doctor", "--gpu", "--simulated", "--json", str(tmp_path)])
+        assert (result.exit_code, result.stderr) == (0, "")
+        answers = json.loads(result.stdout)["simulated"]
+        assert answers["register"]["again"] == 712
+        assert answers["late"]["pinned: overwriting the source changes what arrives"] is True
+
+    @needs_compiler
+    def test_a_wrong_answer_is_the_exit_code(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_probes, "RULES", {"register": _probes.RULES["register"]})
+        monkeypatch.setattr(_run, "ask", lambda *_: {"the probe": "ended with -11: no message"})
+        result = CliRunner().invoke(app, ["doctor", "--gpu", "--simulated", str(tmp_path)])
+        assert result.exit_code == 1
+        assert "FAILED: ['register']" in result.stdout
+        assert result.stderr.startswith("headrace: error: not every answer")

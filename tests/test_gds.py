@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib
 import json
 import os
 import signal
@@ -927,8 +926,8 @@ def test_reopening_gives_the_same_inode_whatever_lies_at_the_path(tmp_path: Path
 def test_the_acceptance_on_a_gpu_compares_loads_by_both_routes(
     lazy: Direct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
-    probe = importlib.import_module("_gpu_loads")
+    from headrace.testing.acceptance import _loads as probe
+
     monkeypatch.setattr(probe, "NBYTES", 4 * MIB)
     answers = probe.measured(tmp_path, lazy.device)
     for state in ("cold", "cached"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import os
 import random
 import subprocess
@@ -368,8 +367,9 @@ class TestAcceptance:
     """The probe of scripts/gpu, against the simulated library."""
 
     def answers(self, direct: SimulatedCuFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-        monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
-        probe, runtimes = importlib.import_module("_gpu_cufile"), importlib.import_module("_gpu_runtime")
+        from headrace.testing.acceptance import _cufile as probe
+        from headrace.testing.acceptance import _runtime as runtimes
+
         monkeypatch.setattr(probe, "NBYTES", 1 << 20)
         monkeypatch.setattr(probe, "READS", ((0, 1 << 20), (4096, 1 << 16), (13, 10_001)))
         answers: dict[str, object] = probe.direct_storage(runtimes.simulated(), folder, str(direct.path))

@@ -4,6 +4,14 @@ The JSON is one object; names are stable, new ones may be added:
 
     findings   [{"name", "ok", "text"}]             ok: whether it is there; null where it is neither good nor bad
     packages   [{"name", "version", "extras"}]      version: null where it is not installed; extras: those that install it
+
+`--gpu` tries the GPU out instead (`headrace.testing.acceptance`), with temporary files. Its JSON has {probe: {question: answer}}:
+
+    date       of the run
+    not tested why there was nothing to test; then there is no more
+    real       what the driver answers; simulated: what the simulated one does, empty without a C compiler
+    figures    what has no right or wrong
+    benchmark  of `scripts/bench device`, where the source tree is there
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ import platform
 import re
 import resource
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
@@ -24,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 import typer
 
 import headrace
-from headrace import DeviceError, HeadraceError
+from headrace import DeviceError, HeadraceError, OptionError
 from headrace._machine import available_cpus, available_memory
 from headrace.cli._arguments import Device, Json
 from headrace.cli._screen import Column, Screen, nbytes_text
@@ -58,8 +67,21 @@ def doctor(
     path: Annotated[str, typer.Argument(metavar="[PATH]", help="A file, or a folder with files, as models lie here.")] = ".",
     device: Device = "cuda",
     as_json: Json = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu", help="Try the first GPU out instead: driver, bytes of loads, rates. Takes minutes; exits with 1 if wrong."
+        ),
+    ] = False,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="With --gpu: what the simulated GPU answers, on any machine with a C compiler.")
+    ] = False,
 ) -> None:
     """Show what this machine has for loads: GPU, page-locked memory, storage, packages, and why what is missing is missing."""
+    if gpu or simulated:
+        _check_gpu_options(device, gpu=gpu)
+        _try_out(Path(path), as_json=as_json, simulated=simulated)
+        return
     findings, packages = list(examine(Path(path), device)), installed_packages()
     if as_json:
         rows = {"findings": [each._asdict() for each in findings], "packages": [each._asdict() for each in packages]}
@@ -70,6 +92,40 @@ def doctor(
     screen.table((Column(""), Column(""), Column("here", folds=True)), ((f.name, marks[f.ok], f.text) for f in findings))
     screen.line()
     screen.table((Column("package"), Column("version"), Column("installed by", folds=True)), map(_package_row, packages))
+
+
+def _check_gpu_options(device: str, *, gpu: bool) -> None:
+    if not gpu:
+        raise OptionError("--simulated goes with --gpu: headrace doctor --gpu --simulated", option="simulated")
+    if device not in ("cuda", "cuda:0"):
+        raise OptionError(
+            f"--gpu tries the first GPU out, not {device}; choose the first one by CUDA_VISIBLE_DEVICES", option="device"
+        )
+
+
+def _try_out(path: Path, *, as_json: bool, simulated: bool) -> None:
+    """The acceptance, whose temporary files lie where models do, if that can be written to.
+
+    Raises:
+        DeviceError: not all is as it should be.
+    """
+    from headrace.testing.acceptance import accept
+
+    folder = path if path.is_dir() else path.parent
+    if not os.access(folder, os.W_OK):
+        folder = Path(tempfile.gettempdir())
+    found, status = accept(folder, (lambda _: None) if as_json else _say, simulated=simulated)
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    if status:
+        raise DeviceError("not every answer is what it should be; what was printed says which are not", device="cuda")
+
+
+def _say(text: str) -> None:
+    screen = Screen()
+    for line in text.split("\n"):
+        screen.line(line)
+    sys.stdout.flush()  # the next lines take minutes
 
 
 def _package_row(package: Package) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _gpu_runtime import Runtime
+from headrace.testing.acceptance._runtime import Runtime
 
 NBYTES, TENSORS = 1 << 30, 8
 
@@ -29,11 +29,11 @@ def measured(folder: Path, device: Any) -> dict[str, object]:
     answers: dict[str, object] = {}
     rates: dict[tuple[str, str], float] = {}
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
-        expected = _write(file)
+        expected = write(file)
         headrace.load(file.name, device=device, names="t0")  # starts the driver
         for state in ("cold", "cached"):
             for gds in ("off", "require"):
-                _put_in_state(file.fileno(), state)
+                put_in_state(file.fileno(), state)
                 start = time.perf_counter()
                 try:
                     with headrace.stream(file.name, device=device, gds=gds) as stream:
@@ -56,11 +56,14 @@ def measured(folder: Path, device: Any) -> dict[str, object]:
     return answers
 
 
-def _write(file: Any) -> dict[str, bytes]:
+def write(file: Any, dtype: str = "U8") -> dict[str, bytes]:
     """Fill the file; what the tensors hold."""
-    each = NBYTES // TENSORS
+    each, width = NBYTES // TENSORS, {"U8": 1, "F32": 4}[dtype]
     names = [f"t{i}" for i in range(TENSORS)]
-    header = {n: {"dtype": "U8", "shape": [each], "data_offsets": [i * each, (i + 1) * each]} for i, n in enumerate(names)}
+    header = {
+        name: {"dtype": dtype, "shape": [each // width], "data_offsets": [i * each, (i + 1) * each]}
+        for i, name in enumerate(names)
+    }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -73,7 +76,8 @@ def _write(file: Any) -> dict[str, bytes]:
     return expected
 
 
-def _put_in_state(descriptor: int, state: str) -> None:
+def put_in_state(descriptor: int, state: str) -> None:
+    """Have a file "cold" or "cached"."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     if state == "cached":
         for offset in range(0, os.fstat(descriptor).st_size, 1 << 24):

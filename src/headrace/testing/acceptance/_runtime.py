@@ -152,7 +152,9 @@ def real() -> Runtime:
         import torch
     except ImportError as error:
         raise LookupError(f"no torch for {sys.executable}: {error}") from error
-    if not torch.cuda.is_available():  # noqa: TID251 - a program of its own, beside the package
+    from headrace.devices.cuda import visible_gpus
+
+    if not visible_gpus():
         raise LookupError(f"torch {torch.__version__} of {sys.executable} finds no GPU")
     torch.zeros(1, device="cuda")
     for name, prefix in (("libcudart", "cuda"), ("libamdhip64", "hip")):
@@ -193,6 +195,11 @@ def map_memory(
 
 def unmap_memory(address: int, nbytes: int) -> None:
     _libc.munmap(address, nbytes)
+
+
+def touch(address: int, nbytes: int) -> None:
+    """Write to all pages of writable memory."""
+    ctypes.memset(address, 1, nbytes)
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:

@@ -1,0 +1,7 @@
+"""`python -m headrace.testing.acceptance`."""
+
+import sys
+
+from headrace.testing.acceptance import main
+
+sys.exit(main())
