@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,12 +53,13 @@ from headrace.errors import (
 from headrace.integrations import runai
 from headrace.integrations.runai import DistributedStreamer, FileChunks, FileStreamer, ObjectStorageModel, SafetensorsStreamer
 from headrace.integrations.runai._errors import value_error
-from headrace.integrations.runai._ranges import RangeSource
+from headrace.integrations.runai._ranges import Opener, RangeSource
 from headrace.integrations.runai.file_streamer.file_streamer import RunaiStreamerInvalidInputException
 from headrace.integrations.runai.s3_utils.s3_utils import S3Credentials
+from headrace.sources.base import read_into_each
 from headrace.sources.memory import MemorySource
 from headrace.testing.s3server import Reset, Rule, S3Server, Status
-from headrace.testing.sources import read
+from headrace.testing.sources import error_of, read
 
 TESTS = Path(__file__).parent
 PROGRAMS = TESTS / "runai_programs.py"
@@ -837,11 +838,32 @@ def test_any_part_of_any_ranges_is_what_lies_there(ranges: list[tuple[int, int]]
     header_nbytes = 8 + int.from_bytes(read(source, 0, 8), "little")
     expected = b"".join(data[offset : offset + nbytes] for offset, nbytes in sorted(ranges))
     assert source.nbytes == header_nbytes + len(expected)
+    whole = read(source, 0, header_nbytes) + expected
     for at, nbytes in cuts:  # around the end of the header
         start = min(max(0, header_nbytes - 1000 + at), source.nbytes)
         end = min(start + nbytes, source.nbytes)
-        whole = read(source, 0, header_nbytes) + expected
         assert read(source, start, end - start) == whole[start:end]
+        step = 1 + at % 50
+        parts = [bytearray(min(step, end - begin)) for begin in range(start, end, step)]
+        read_into_each(source, start, [memoryview(part) for part in parts])
+        assert b"".join(parts) == whole[start:end]
+
+
+def test_more_than_all_ranges_is_refused() -> None:
+    source = RangeSource(MemorySource(b"0123456789"), 5, FileChunks(0, "m", [2], [3]))
+    error_of(TruncatedError, read, source, source.nbytes - 3, 4)
+
+
+def test_ranges_that_follow_on_each_other_are_one_request(store: S3Server) -> None:
+    data = bucket_content()["minilm/model-1.safetensors"]
+    sizes = [1000, 2 * MIB, 7, 500_000, 100]
+    chunks = FileChunks.contiguous(0, "s3://models/minilm/model-1.safetensors", 100_000, sizes)
+    with closing(Opener().open(0, chunks, None)) as source:
+        store.forget()
+        parts = [bytearray(size) for size in sizes]
+        read_into_each(source, source.nbytes - sum(sizes), [memoryview(part) for part in parts])
+        assert b"".join(parts) == data[100_000 : 100_000 + sum(sizes)]
+        assert [request.start for request in store.requests] == [100_000]
 
 
 # ---- the name

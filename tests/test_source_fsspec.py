@@ -32,7 +32,7 @@ from headrace.errors import (
     SourceTimeoutError,
     TruncatedError,
 )
-from headrace.sources.base import ByteSource, is_remote
+from headrace.sources.base import ByteSource, is_remote, read_into_each
 from headrace.sources.fsspec import FsspecFolder, open_fsspec, shown_chain
 from headrace.testing import FolderTests, SourceTests
 from headrace.testing.sources import error_of, pattern, read
@@ -113,6 +113,9 @@ class GrudgingFilesystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             if path not in self.files:
                 raise FileNotFoundError(path)
             return {"name": path, "type": "file", "size": len(self.files[path]), **self.told}
+
+    def ls(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return [{"name": name, "type": "file", "size": len(data), **self.told} for name, data in self.files.items()]
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> GrudgingFile:
         return GrudgingFile(self, path, mode, size=len(self.files[path]))
@@ -276,6 +279,44 @@ def test_no_byte_is_fetched_that_was_not_asked_for() -> None:
     source = FsspecFolder("", filesystem=filesystem).open("a")
     assert read(source, 100_000, 5000) == data[100_000:105_000]
     assert filesystem.fetched == [(100_000, 105_000)]
+
+
+def test_several_places_are_fetched_at_once() -> None:
+    data = pattern(300_000)
+    filesystem = GrudgingFilesystem({"a": data})
+    source = FsspecFolder("", filesystem=filesystem).open("a")
+    buffers = [bytearray(nbytes) for nbytes in (5000, 1, 20_000)]
+    read_into_each(source, 100_000, [memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == data[100_000:125_001]
+    assert filesystem.fetched == [(100_000, 125_001)]
+    assert source.traffic.requests == 2  # type: ignore[attr-defined]  # that of opening it
+
+
+def test_several_places_over_http_are_one_request() -> None:
+    data = pattern(100_000)
+    with Server(data) as server:
+        source = FsspecFolder(server.url_of(""), filesystem=http()).open("model.safetensors")
+        before = len(server.seen)
+        buffers = [bytearray(500), bytearray(70)]
+        read_into_each(source, 1000, [memoryview(buffer) for buffer in buffers])
+        assert b"".join(buffers) == data[1000:1570]
+        assert [(seen.start, seen.end) for seen in server.seen[before:]] == [(1000, 1570)]
+
+
+def test_a_file_that_ends_in_one_of_several_places_is_truncated() -> None:
+    filesystem = GrudgingFilesystem({"a": pattern(1000)})
+    source = FsspecFolder("", filesystem=filesystem).open("a")
+    filesystem.files["a"] = pattern(700)
+    places = [memoryview(bytearray(600)), memoryview(bytearray(400))]
+    error = error_of(TruncatedError, read_into_each, source, 0, places)
+    assert (error.offset, error.nbytes) == (0, 1000)
+
+
+def test_a_load_of_small_and_large_tensors_takes_few_calls() -> None:
+    contents = random_contents(*[nbytes for _ in range(20) for nbytes in (40_000, 7, 100)])
+    filesystem = GrudgingFilesystem({"m.safetensors": serialize(contents)}, etag="1")
+    assert not wrong(headrace.load(FsspecFolder("", filesystem=filesystem)), contents)
+    assert len(filesystem.fetched) < 6  # the header, and a request for all that lies behind it
 
 
 def test_a_local_file_is_read_into_place(tmp_path: Path) -> None:

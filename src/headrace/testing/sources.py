@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from headrace.errors import SourceError, SourceNotFoundError, TruncatedError
-from headrace.sources.base import AlignedSource, ByteSource, Folder, MappableSource
+from headrace.sources.base import AlignedSource, ByteSource, Folder, MappableSource, read_into_each
 
 _E = TypeVar("_E", bound=BaseException)
 
@@ -88,6 +88,13 @@ class SourceTests:
         with self.opened() as source:
             for offset, nbytes in ranges + ranges[::-1]:
                 assert read(source, offset, nbytes) == self.data[offset : offset + nbytes], (offset, nbytes)
+
+    def test_fills_several_buffers_one_after_another(self) -> None:
+        data = pattern(100_000)
+        buffers = [bytearray(nbytes) for nbytes in (10_000, 0, 1, 60_000, 77)]
+        with contextlib.closing(self.make(data)) as source:
+            read_into_each(source, 4321, [memoryview(buffer) for buffer in buffers])
+        assert b"".join(buffers) == data[4321 : 4321 + sum(map(len, buffers))]
 
     def test_reads_nothing_into_an_empty_buffer(self) -> None:
         with self.opened() as source:

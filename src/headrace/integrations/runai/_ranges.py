@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 import headrace
+from headrace.errors import TruncatedError
 from headrace.integrations.runai.file_streamer.requests_iterator import FileChunks
-from headrace.sources.base import ByteSource, Folder, is_remote
+from headrace.sources.base import ByteSource, Folder, is_remote, read_into_each
 
 _HEADER_NBYTES: Final = 64 << 10  # what is read of a file to begin with: opening must not read ranges
 
@@ -77,16 +79,24 @@ class RangeSource:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill all of `buffer`; a part per stretch. See `ByteSource.read_into`."""
-        if offset < len(self._header):
-            part = self._header[offset : offset + len(buffer)]
-            buffer[: len(part)] = part
-            offset, buffer = offset + len(part), buffer[len(part) :]
-        while len(buffer):
+        self.read_into_each(offset, [buffer])
+
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after another, with the bytes from `offset` on; a request per stretch. Raises as `read_into`."""
+        rest, nbytes = deque(buffers), sum(map(len, buffers))
+        if offset + nbytes > self.nbytes:
+            why = f"the ranges have {self.nbytes} bytes in all"
+            raise TruncatedError(f"cannot read {nbytes} bytes at {offset} of {self.url}: {why}", url=self.url)
+        end = offset + nbytes
+        while offset < end:
             at = bisect_right(self._begins, offset) - 1
-            end = self._begins[at + 1] if at + 1 < len(self._begins) else self.nbytes
-            nbytes = min(len(buffer), end - offset)
-            self.source.read_into(self._offsets[at] + offset - self._begins[at], buffer[:nbytes])
-            offset, buffer = offset + nbytes, buffer[nbytes:]
+            until = self._begins[at + 1] if at + 1 < len(self._begins) else self.nbytes
+            parts = _take(rest, until - offset)
+            if at < 0:
+                _copy(self._header, offset, parts)
+            else:
+                read_into_each(self.source, self._offsets[at] + offset - self._begins[at], parts)
+            offset = min(until, end)
 
     def check_unchanged(self) -> None:
         """As the source's."""
@@ -104,6 +114,25 @@ class RemoteRangeSource(RangeSource):
     def traffic(self) -> object:
         """What was asked of the network so far."""
         return getattr(self.source, "traffic", None)
+
+
+def _take(rest: deque[memoryview], nbytes: int) -> list[memoryview]:
+    """So many bytes off the front of what is left to be filled, or all of it where that is less."""
+    parts = []
+    while rest and nbytes:
+        buffer = rest.popleft()
+        if len(buffer) > nbytes:
+            rest.appendleft(buffer[nbytes:])
+            buffer = buffer[:nbytes]
+        parts.append(buffer)
+        nbytes -= len(buffer)
+    return parts
+
+
+def _copy(data: bytes, offset: int, buffers: Sequence[memoryview]) -> None:
+    for buffer in buffers:
+        buffer[:] = data[offset : offset + len(buffer)]
+        offset += len(buffer)
 
 
 def _make_header(file: int, order: Sequence[int], sizes: Sequence[int]) -> bytes:

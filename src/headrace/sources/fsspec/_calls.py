@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 _NEAR: Final = frozenset({"file", "local", "memory"})  # protocols of this machine: nothing there is a round trip
@@ -71,20 +71,24 @@ class Calls:
             self._fs.invalidate_cache(path)
             return list(self._fs.find(path, detail=True).values())
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Fill the buffer as far as there are bytes; how many there were, more than the buffer holds included."""
+    def read_into_each(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers, one after another, by one call; how many bytes there were, more than they hold included."""
+        nbytes = sum(map(len, buffers))
         with self._turn:
             if self._hands_out_bytes:
-                data = self._fs.cat_file(path, start=offset, end=offset + len(buffer))
-                if len(data) <= len(buffer):
-                    buffer[: len(data)] = data
+                data = self._fs.cat_file(path, start=offset, end=offset + nbytes)
+                if len(data) <= nbytes:
+                    _scatter(memoryview(data), buffers)
                 return len(data)
-            with _unbuffered(self._fs.open(path, "rb")) as file:
+            with self._fs.open(path, "rb") as file:
+                fetches = _unbuffer(file)
                 file.seek(offset)
-                done = 0
-                while done < len(buffer) and (got := file.readinto(buffer[done:])):
-                    done += got
-                return done
+                if not fetches or len(buffers) == 1:
+                    return _fill(file, buffers)
+                whole = memoryview(bytearray(nbytes))
+                done = _fill(file, [whole])
+        _scatter(whole[:done], buffers)
+        return done
 
 
 def _takes_many(filesystem: object) -> bool:
@@ -110,11 +114,32 @@ def _hands_out_bytes(filesystem: object) -> bool:
     return bool(getattr(type(filesystem), "async_impl", False)) or cat_file is not usual
 
 
-def _unbuffered(file: Any) -> Any:
-    """An open file that asks for what is read, and not for blocks of 5 MiB ahead, as fsspec's own do."""
-    if isinstance(file, module("fsspec.spec").AbstractBufferedFile):
-        file.cache = module("fsspec.caching").caches["none"](file.blocksize, file._fetch_range, file.size)
-    return file
+def _unbuffer(file: Any) -> bool:
+    """Have an open file of fsspec's own ask for what is read, and not for blocks of 5 MiB ahead. Whether it is one of them."""
+    if not isinstance(file, module("fsspec.spec").AbstractBufferedFile):
+        return False
+    file.cache = module("fsspec.caching").caches["none"](file.blocksize, file._fetch_range, file.size)
+    return True
+
+
+def _fill(file: Any, buffers: Sequence[memoryview]) -> int:
+    """Read on into the buffers as far as there are bytes. Returns how many there were."""
+    total = 0
+    for buffer in buffers:
+        done = 0
+        while done < len(buffer) and (got := file.readinto(buffer[done:])):
+            done += got
+        total += done
+        if done < len(buffer):
+            break
+    return total
+
+
+def _scatter(data: memoryview, buffers: Sequence[memoryview]) -> None:
+    """Copy bytes to where they belong, as far as they go."""
+    for buffer in buffers:
+        part, data = data[: len(buffer)], data[len(buffer) :]
+        buffer[: len(part)] = part
 
 
 def module(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -145,13 +145,17 @@ class FsspecSource:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill all of `buffer` with the bytes from `offset` on. See `ByteSource.read_into`."""
-        calls, nbytes = self._calls, len(buffer)
+        self.read_into_each(offset, [buffer])
+
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after another, with the bytes from `offset` on, by one call. Raises as `read_into`."""
+        calls, nbytes = self._calls, sum(map(len, buffers))
         if calls is None or offset < 0 or offset + nbytes > self.nbytes:
             raise self._refuse_range(offset, nbytes)
         if not nbytes:
             return
         with self._words.explained("read", self.url, offset, nbytes):
-            got = calls.read_into(self._path, offset, buffer)
+            got = calls.read_into_each(self._path, offset, buffers)
         if got < nbytes:
             raise self._error(TruncatedError, f"only {got} came, although its size is {self.nbytes}", offset, nbytes)
         if got > nbytes:
@@ -209,15 +213,16 @@ class RemoteFsspecSource(FsspecSource):
         """What the filesystem was asked for; it may have made more requests of that than one, or none."""
         return self._traffic
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """As `FsspecSource.read_into`, and counted."""
-        self._count(requests=1, asked_nbytes=len(buffer))
+    def read_into_each(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """As `FsspecSource.read_into_each`, and counted."""
+        nbytes = sum(map(len, buffers))
+        self._count(requests=1, asked_nbytes=nbytes)
         try:
-            super().read_into(offset, buffer)
+            super().read_into_each(offset, buffers)
         except SourceError:
             self._count(failed=1)
             raise
-        self._count(received_nbytes=len(buffer))
+        self._count(received_nbytes=nbytes)
 
     def check_unchanged(self) -> None:
         """As `FsspecSource.check_unchanged`, and counted."""
