@@ -41,6 +41,10 @@ from headrace.errors import OptionError
 _T = TypeVar("_T")
 
 _LEAST_HEADROOM = 256 * MIB
+# Out of these torch makes other payloads of NaNs with vector code than with scalar code, which it takes for what is left at a
+# tensor's end (F16 to F32 from 8 elements on and F64 to BF16 from 16, torch 2.13 on AVX2, 2026-11-30): neighbours in one run
+# would change the bits of a tensor that leaves a rest.
+_UNEVEN_NANS, _VECTOR_ELEMENTS = ("F16", "F64"), 64
 
 
 def make_plan(
@@ -269,11 +273,13 @@ class _ShardPlanner:
         widening = DTYPES[target].itemsize / DTYPES[self.dtypes[i]].itemsize
         size = "small" if self.sizes[i] * widening < SMALL_NBYTES and self.staging is None else "large"
         if target != self.dtypes[i]:
-            # F16: torch's vector and scalar code differ in the payloads of NaNs, so that a neighbour would change a tensor's bits
             on_device = self._is_cast_on_device(_Run("cast", self.dtypes[i], target))
-            alone = own or (self.dtypes[i] == "F16" and not on_device)
+            alone = own or (self.dtypes[i] in _UNEVEN_NANS and self._leaves_a_rest(i) and not on_device)
             return _Run("cast", self.dtypes[i], target, own, size, i if alone else -1)
         return _Run("straight", given=own, size=size, serial=i if own and size == "large" else -1)
+
+    def _leaves_a_rest(self, i: int) -> bool:
+        return bool(self.sizes[i] // DTYPES[self.dtypes[i]].itemsize % _VECTOR_ELEMENTS)
 
     def add_run(self, run: _Run, first: int, last: int) -> None:
         if run.kind == "slice":
