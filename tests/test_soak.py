@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ sys.path.insert(0, str(SCRIPTS))  # and stays: processes that a case starts impo
 
 from _soak.__main__ import Soak, main  # noqa: E402
 from _soak.cases import Case, Shard, Tensor, Trouble, draw_case  # noqa: E402
-from _soak.fuzzing import count_examples  # noqa: E402
+from _soak.fuzzing import FILES, count_examples  # noqa: E402
 from _soak.judging import SECRET, WrongError, check_error, explained  # noqa: E402
 from _soak.keeping import Keeper  # noqa: E402
 from _soak.troubles import SERVER  # noqa: E402
@@ -132,12 +133,35 @@ def test_a_thread_a_descriptor_and_a_file_that_are_left_are_wrong(tmp_path: Path
         watch.check(0)
 
 
-def test_examples_are_counted_by_property() -> None:
-    told = (
-        "tests/test_a.py::test_x[1]:\n\n    - 7 passing examples, 1 failing examples, 9 invalid examples\n"
-        "tests/test_a.py::test_x[2]:\n\n    - 2 passing examples, 0 failing examples, 0 invalid examples\n1 passed in 2 s\n"
-    )
-    assert count_examples(told) == {"test_x": 10}
+@pytest.mark.parametrize(
+    "counts",
+    [
+        (
+            "7 passing examples, 1 failing examples, 9 invalid examples",
+            "2 passing examples, 0 failing examples, 0 invalid examples",
+        ),
+        ("7 passing, 1 failing, and 9 invalid test cases", "2 passing, 0 failing, and 0 invalid test cases"),
+    ],
+)
+def test_examples_are_counted_by_property(counts: tuple[str, str]) -> None:
+    """In the words of Hypothesis 6.100 and of 6.170."""
+    parts = [f"tests/test_a.py::test_x[{i}]:\n\n    - {count}\n" for i, count in enumerate(counts)]
+    assert count_examples("\n".join([*parts, "1 passed in 2 s\n"])) == {"test_x": 10}
+
+
+def test_examples_of_this_hypothesis_are_counted(tmp_path: Path) -> None:
+    test = "from hypothesis import given, strategies\n\n@given(strategies.booleans())\ndef test_x(x):\n    pass\n"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "tests", "--rootdir=.", "--hypothesis-show-statistics", "-pno:cacheprovider"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert count_examples(ended.stdout) == {"test_x": 2}
+
+
+def test_what_is_fuzzed_has_properties() -> None:
+    """pytest ends with an error where it is left with no test."""
+    tests = Path(__file__).parent
+    assert [name for name in FILES if "@given" not in (tests / name).read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.slow

@@ -15,18 +15,19 @@ from typing import Any
 from _soak.reporting import tree
 
 _ROOT = Path(__file__).resolve().parents[2]
-_FILES = [
-    "test_fuzz.py", "test_header.py", "test_plan.py", "test_slices.py", "test_selection.py", "test_partition.py",
-    "test_blocks.py", "test_integrity.py", "test_source_http.py",
+FILES = [
+    "test_fuzz.py", "test_header.py", "test_plan.py", "test_slices.py", "test_partition.py", "test_blocks.py",
+    "test_integrity.py", "test_source_http.py", "test_request_costs.py", "test_source_gcs.py", "test_source_azure.py",
+    "test_node_budgets.py",
 ]  # fmt: skip
-_COUNTED = re.compile(r"(\d+) passing examples, (\d+) failing examples, (\d+) invalid")
+_COUNTED = re.compile(r"(\d+) passing(?: examples)?, (\d+) failing(?: examples)?, (?:and )?(\d+) invalid")
 
 
 def fuzz(minutes: float, seed: int) -> dict[str, Any]:
-    """Run the properties of one file after the other, round and round. Where one fails, what it says is printed and kept."""
+    """Run the properties of one file after the other, in any order, round and round. What a failure says is printed and kept."""
     counts, failures, rounds = Counter[str](), list[dict[str, Any]](), 0
     deadline, draw = time.monotonic() + 60 * minutes, random.Random(seed)
-    for name in cycle(_FILES):
+    for name in cycle(draw.sample(FILES, len(FILES))):
         if rounds and time.monotonic() >= deadline:
             break
         chosen, rounds = draw.getrandbits(32), rounds + 1
