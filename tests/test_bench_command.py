@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from http_servers import Server
 from safetensors.torch import save_file
 from simulated_gpu import needs_compiler, simulated_gpu
 from typer.testing import CliRunner
 
 import headrace
-from headrace import Snapshot
+from headrace import Options, Snapshot
 from headrace._bench import Figure, Report, Run, Settings, measure
 from headrace._bench._probes import Bounds, _measured, device_copies, pieces
 from headrace._bench._rivals import compare, parse_names
-from headrace._bench._verdict import judge
+from headrace._bench._verdict import _ADVICE, judge
 from headrace.cli import app
 from headrace.sources.memory import MemorySource
 
@@ -67,7 +68,7 @@ BUS = Figure("pinned", "to the GPU", 20 * GB, 1.0, 1)
         pytest.param(report(rate=1.9), "cache", "more CPUs than 2", id="page-cache"),
         pytest.param(report(rate=1.0, cpus=0.4), "busy machine", "0.4 of 2 CPUs", id="others-have-the-cpus"),
         pytest.param(report(stages={"read": 1, "memory": 2}), "fresh memory", "into=", id="fresh-memory"),
-        pytest.param(report(stages={"read": 1, "cast": 2}), "cast", "cast_at='device'", id="cast"),
+        pytest.param(report(stages={"read": 1, "cast": 2}), "cast", "HEADRACE_CAST_AT=device", id="cast"),
         pytest.param(report(stages={"read": 1, "copy": 2}), "copy", "--direct-io off", id="copy"),
         pytest.param(report(source_wait_s=1, caller_s=3, tensors=9000), "caller", "9,000 tensors", id="caller"),
         pytest.param(report(memory_wait_s=4, memory_limit=64 * MIB), "memory", "than 64 MiB", id="memory-limit"),
@@ -96,6 +97,18 @@ def test_verdict_names_the_bottleneck_and_what_would_help(found: Report, bottlen
     assert said == bottleneck
     assert part in text
     assert "{" not in text
+
+
+@pytest.mark.parametrize("bottleneck", list(_ADVICE))
+def test_what_is_advised_can_be_typed_and_words_of_python_are_said_to_be_that(bottleneck: str) -> None:
+    text = _ADVICE[bottleneck]
+    command = typer.main.get_group(app).commands["bench"]
+    assert set(re.findall(r"--[a-z-]+", text)) <= {flag for parameter in command.params for flag in parameter.opts}
+    variables = {name.lower() for name in re.findall(r"HEADRACE_([A-Z_]+)=", text)}
+    assert variables <= set(Options.__dataclass_fields__)
+    for name, told in re.findall(r"\b([a-z_]+)=((?:'\w+')?,?(?: in Python)?)", text):
+        assert told.endswith("in Python"), name
+        assert name in variables or name not in Options.__dataclass_fields__, f"HEADRACE_{name.upper()} is what can be typed"
 
 
 def test_no_more_threads_are_advised_where_they_gain_nothing() -> None:

@@ -94,7 +94,7 @@ _ADVICE = {
     "bus": "The bottleneck is the bus to the GPU, which is used as well as copies alone use it: no option makes it quicker.",
     "pageable": (
         "The bottleneck is host memory that is not page-locked ({pinned_how}): raise the limit (ulimit -l). "
-        "pin='require' makes it an error."
+        "HEADRACE_PIN=require, or pin='require' in Python, makes it an error."
     ),
     "cache": (
         "The bottleneck is copying out of the page cache, which only more CPUs than {cpus} would make quicker; faster storage "
@@ -106,15 +106,16 @@ _ADVICE = {
     ),
     "fresh memory": (
         "The bottleneck is fresh memory, which the system has to clear before anything is read into it. Filling tensors that "
-        "exist (into=), or dropping tensors sooner so that their memory is used again, would help; faster storage would not."
+        "exist (into= in Python), or dropping tensors sooner so that their memory is used again, would help; faster storage "
+        "would not."
     ),
     "cast": (
         "The bottleneck is converting dtypes on {cpus} CPUs: more CPUs, a checkpoint that is in the dtype already, or converting "
-        "on a GPU (cast_at='device') would help; faster storage would not."
+        "on a GPU (HEADRACE_CAST_AT=device, or cast_at='device' in Python) would help; faster storage would not."
     ),
     "copy": (
-        "The bottleneck is a second copy in memory, which slices across rows, ownership='copied' and unaligned direct reads "
-        "need: leave out what is not needed, or use --direct-io off for files that are cached."
+        "The bottleneck is a second copy in memory, which slices across rows and unaligned direct reads need: leave out what is "
+        "not needed, or use --direct-io off for files that are cached."
     ),
 }
 
