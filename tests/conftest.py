@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from budget import QUICK
 from hypothesis import settings
 
 # Times differ too much between machines for a limit per example; pytest-timeout stops what hangs.
 settings.register_profile("headrace", deadline=None)
 settings.register_profile("soak", deadline=None, max_examples=1000, database=None)  # scripts/soak --fuzz
+settings.register_profile("quick", deadline=None, max_examples=QUICK)
 settings.load_profile("headrace")
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -29,6 +31,16 @@ _DESCRIPTORS = Path("/proc/self/fd")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 _JOIN_LIMIT_S = 5.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        settings.load_profile("quick")
+    # Where nothing compiled is kept, each run rewrites all tests anew, and each interpreter that a test starts compiles headrace.
+    kept = pytest.MonkeyPatch()
+    config.add_cleanup(kept.undo)
+    kept.setattr(sys, "dont_write_bytecode", False)
+    kept.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -416,7 +416,7 @@ def test_full_disk_is_an_error(model: Path) -> None:
     assert "No space left" in only_line(err)
 
 
-@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+@pytest.mark.parametrize("closed", ["stdout", pytest.param("stderr", marks=pytest.mark.slow)])
 def test_closed_stream_is_no_error(model: Path, closed: str) -> None:
     command = ["sh", "-c", f'exec "$@" {1 if closed == "stdout" else 2}>&-', "sh", HEADRACE, "plan", model]
     assert subprocess.run([*map(str, command)], capture_output=True, timeout=60, check=False).returncode == 0
@@ -554,15 +554,16 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def test_inspect_on_a_terminal_groups_many_tensors(terminal: Any, many: Path) -> None:
-    shown = terminal("inspect", many)
+def test_inspect_on_a_terminal_groups_many_tensors(terminal: Any, tmp_path: Path) -> None:
+    shapes = {f"experts.{i // 10}.w{i % 10}.weight": (2,) for i in range(1000)}
+    shown = terminal("inspect", write_checkpoint(tmp_path / "many.safetensors", shapes))
     assert shown.code == 0
     assert len(shown.lines) < 80
     assert "experts.*.w0.weight" in "\n".join(shown.lines)
     assert "--all lists each" in " ".join(shown.lines)
 
 
-@pytest.mark.parametrize("columns", [40, 80, 140])
+@pytest.mark.parametrize("columns", [40, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (80, 140))])
 def test_inspect_on_a_terminal_fits_and_loses_nothing(terminal: Any, tmp_path: Path, columns: int) -> None:
     name = "model.language_model.layers.0.block_sparse_moe.experts.0.down_proj.weight_scale_inv"
     path = write_checkpoint(tmp_path / "a.safetensors", {name: (128, 128), **dict.fromkeys(filter(str.isascii, NASTY), (1,))})
@@ -612,10 +613,10 @@ def test_no_color_is_obeyed(terminal: Any, model: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
-        (["--version"], {"torch", "numpy", "rich"}),
+        pytest.param(["--version"], {"torch", "numpy", "rich"}, marks=pytest.mark.slow),
         (["--help"], {"torch", "numpy", "rich"}),
-        (["inspect", "MODEL"], {"torch", "numpy"}),
-        (["inspect", "MODEL", "--json"], {"torch", "numpy", "rich"}),
+        pytest.param(["inspect", "MODEL"], {"torch", "numpy"}, marks=pytest.mark.slow),
+        pytest.param(["inspect", "MODEL", "--json"], {"torch", "numpy", "rich"}, marks=pytest.mark.slow),
         (["plan", "MODEL", "--dtype", "F16"], {"torch", "numpy"}),
     ],
 )

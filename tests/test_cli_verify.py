@@ -55,10 +55,21 @@ def model(tmp_path: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]) -> bytes:
+    """What `headrace.verify` writes of the files."""
+    folder = tmp_path_factory.mktemp("written")
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    assert headrace.verify(folder, write=True).ok
+    return (folder / MANIFEST_NAME).read_bytes()
+
+
 @pytest.fixture
-def written(model: Path) -> Path:
+def written(model: Path, manifest: bytes) -> Path:
     """The folder, with its manifest."""
-    assert headrace.verify(model, write=True).ok
+    (model / MANIFEST_NAME).write_bytes(manifest)
     return model
 
 

@@ -165,6 +165,7 @@ def test_every_case_gets_the_verdict_and_the_bytes_of_its_record(
     assert found == {}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_case_that_kills_its_child_is_found(corpus: CorpusFolder) -> None:  # noqa: F811  # the fixture
     def kill_at_one(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -176,6 +177,7 @@ def test_a_case_that_kills_its_child_is_found(corpus: CorpusFolder) -> None:  # 
     assert problems(corpus, kill_at_one, corpus.cases[:3]) == {corpus.cases[1]["id"]: "killed by SIGBUS"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_wrong_bytes_missing_and_foreign_errors_are_found(corpus: CorpusFolder) -> None:  # noqa: F811  # the fixture
     def wrong(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,6 +27,7 @@ def run(*arguments: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")  # noqa: TID251
 def test_without_a_gpu_it_measures_nothing_and_says_so(tmp_path: Path) -> None:
     assert "nothing was measured on a GPU" in run("--data", tmp_path, "--out", tmp_path)

@@ -159,6 +159,7 @@ def test_metadata_and_order_of_names(tmp_path: Path, metadata: dict[str, str] | 
         assert list(ours.get_tensors()) == list(theirs.get_tensors())
 
 
+@pytest.mark.slow  # makes the files
 def test_files_from_the_field(corpus: CorpusFolder) -> None:  # noqa: F811
     checked = 0
     for case in corpus.cases:
