@@ -31,8 +31,8 @@ from headrace.errors import (
     SourceTimeoutError,
     TruncatedError,
 )
-from headrace.sources import file as file_module
-from headrace.sources.file import DirectIO, FileFolder, FileSource, filesystem_name
+from headrace.sources.file import DirectIO, FileFolder, FileSource, _residency, filesystem_name
+from headrace.sources.file._filesystem import BLOCK_FILESYSTEMS
 from headrace.testing import AlignedSourceTests, FolderTests
 from headrace.testing.sources import pattern, read
 
@@ -532,7 +532,7 @@ def big(tmp_path: Path) -> Iterator[Path]:
         file.write(b"tail")
         file.flush()
         os.fsync(file.fileno())
-        if filesystem_name(file.fileno()) not in file_module._BLOCK_FILESYSTEMS.values():
+        if filesystem_name(file.fileno()) not in BLOCK_FILESYSTEMS.values():
             pytest.skip(f"{tmp_path} is on {filesystem_name(file.fileno())}, whose page cache cannot be emptied")
     yield path
     path.unlink()
@@ -553,11 +553,11 @@ def choices(path: Path) -> list[bool]:
 
 
 def no_cachestat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_module, "_cachestat_share", lambda *_: None)
+    monkeypatch.setattr(_residency, "_cachestat_share", lambda *_: None)
 
 
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_module, "_nowait_share", lambda *_: None)
+    monkeypatch.setattr(_residency, "_nowait_share", lambda *_: None)
 
 
 def test_evicted_ranges_are_read_directly_and_cached_ones_are_not(big: Path) -> None:
@@ -616,7 +616,7 @@ def test_a_probe_that_waited_for_the_disk_found_nothing_cached(big: Path, monkey
     no_cachestat(monkeypatch)
     assert choices(big) == [False, False, False]
     passed = itertools.count(step=70_000)
-    monkeypatch.setattr(file_module.time, "perf_counter_ns", lambda: next(passed))
+    monkeypatch.setattr(_residency.time, "perf_counter_ns", lambda: next(passed))
     assert choices(big) == [True, True, True]
 
 
@@ -660,13 +660,13 @@ def test_another_users_cold_file_is_not_taken_for_cached_by_mincore(big: Path, h
         os.chmod(folder, 0o755)
     script = """
         import os, sys
-        from headrace.sources import file
+        from headrace.sources.file import FileSource, _residency
         os.setegid(65534); os.seteuid(65534)
         for name in sys.argv[2:]:
-            setattr(file, name, lambda *_: None)
+            setattr(_residency, name, lambda *_: None)
         def never(*_): raise SystemExit("mincore was asked")
-        file._mincore_share = never
-        source = file.FileSource(sys.argv[1])
+        _residency._mincore_share = never
+        source = FileSource(sys.argv[1])
         print([source.prefers_direct(n << 26, 4096) for n in range(3)], source.direct_refused)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(big), *hide.split()]

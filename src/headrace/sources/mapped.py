@@ -31,20 +31,17 @@ class MappedSource(FileSource):
             SourceError: it lies on a network or FUSE filesystem, or the kernel refuses to map it; read it instead.
         """
         self.check_unchanged()
-        descriptor = self._descriptor
-        if descriptor is None:
-            raise self._closed(None, None)
-        if not is_local_filesystem(self._filesystem):
+        if not is_local_filesystem(self.filesystem):
             raise SourceError(
-                f"cannot map {self.url}: it lies on {self._filesystem}, which is not known as local; use mmap='off'",
+                f"cannot map {self.url}: it lies on {self.filesystem}, which is not known as local; use mmap='off'",
                 url=self.url, status=errno.ENODEV,
             )  # fmt: skip
         if self.nbytes == 0:
             return memoryview(bytearray())  # an empty mapping is EINVAL
         try:
             flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            return memoryview(mmap.mmap(descriptor.fd, self.nbytes, flags=flags, prot=prot))
+            return memoryview(self._with_descriptor(lambda fd: mmap.mmap(fd, self.nbytes, flags=flags, prot=prot)))
+        except SourceError:
+            raise
         except (OSError, ValueError) as exc:  # ValueError: the file has shrunk since it was checked
             raise translate(exc, "map", self.url) from exc
-        finally:
-            descriptor = None
