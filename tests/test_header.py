@@ -1,4 +1,4 @@
-"""Headers are accepted, refused and read as the safetensors package does it, with and without orjson."""
+"""Headers are accepted, refused and read as the safetensors package does it, by either reader."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import safetensors
+from budget import examples
 from corpus.fixtures import CorpusFolder, corpus  # noqa: F401  # a fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,14 +25,18 @@ from headrace._header import MAX_HEADER_NBYTES, Header, header_nbytes, parse_hea
 from headrace.errors import FormatError
 
 URL = "file:///models/m.safetensors"
-BACKENDS = {"orjson": _header.orjson, "json": None}
+READERS: dict[str, dict[str, Any]] = {
+    "fast": {},
+    "fast, a tensor at a time": {"_BLOCK_NCHARS": 1},
+    "strict": {"_read_fast": lambda _text: None},
+}
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test once with orjson and once as where it is not installed."""
-    monkeypatch.setattr(_header, "orjson", BACKENDS[request.param])
-    return str(request.param)
+@pytest.fixture(params=READERS)
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test once with each way of reading."""
+    for name, value in READERS[request.param].items():
+        monkeypatch.setattr(_header, name, value)
 
 
 def read(blob: bytes) -> Header:
@@ -54,7 +59,7 @@ def dump(header: dict[str, Any]) -> bytes:
 # ---- the result
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("reader")
 def test_columns_are_in_order_of_the_data_with_absolute_offsets() -> None:
     text = dump({"b": entry("F32", [2], 4, 12), "__metadata__": {"format": "pt"}, "a": entry("BF16", [2, 1], 0, 4)})
     header = parse_header(text, url=URL, nbytes=8 + len(text) + 12)
@@ -65,7 +70,7 @@ def test_columns_are_in_order_of_the_data_with_absolute_offsets() -> None:
     assert (header.starts, header.ends) == ([begin, begin + 4], [begin + 4, begin + 12])
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("reader")
 def test_empty_tensors_come_before_the_tensor_that_begins_where_they_lie() -> None:
     text = dump(
         {"d": entry("U8", [1], 4, 5), "a": entry("U8", [4], 0, 4), "c": entry("F64", [0], 4, 4), "b": entry("F32", [0, 9], 4, 4)}
@@ -73,7 +78,7 @@ def test_empty_tensors_come_before_the_tensor_that_begins_where_they_lie() -> No
     assert parse_header(text, url=URL, nbytes=8 + len(text) + 5).names == ["a", "c", "b", "d"]
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize(("pad", "aligned"), [(0, True), (1, False), (2, False), (4, True)])
 def test_aligned_says_whether_every_start_suits_its_dtype(pad: int, aligned: bool) -> None:
     text = dump({"a": entry("F32", [1], 0, 4), "b": entry("U8", [1], 4, 5)})
@@ -149,7 +154,6 @@ def test_zip_whose_first_bytes_are_a_possible_length_is_named_when_it_is_parsed(
         parse_header(bytes(length), url=URL, nbytes=length + 8)
 
 
-@pytest.mark.usefixtures("backend")
 def test_cut_download_is_named() -> None:
     blob = pack(dump({"a": entry("U8", [100], 0, 100)}), bytes(100))
     for cut in (blob[:20], blob[:-1]):
@@ -193,7 +197,6 @@ REFUSED = [  # (header, data bytes, tensor to blame, words)
 ]
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("text", "nbytes", "tensor", "says"), REFUSED)
 def test_refusal_names_file_tensor_and_rule(text: str, nbytes: int, tensor: str | None, says: str) -> None:
     with pytest.raises(FormatError, match=re.escape(says)) as caught:
@@ -202,14 +205,12 @@ def test_refusal_names_file_tensor_and_rule(text: str, nbytes: int, tensor: str 
     assert URL in str(caught.value)
 
 
-@pytest.mark.usefixtures("backend")
 def test_message_about_an_endless_name_is_short() -> None:
     with pytest.raises(FormatError) as caught:
         read(pack(dump({"A" * 100_000: {"dtype": "B" * 100_000, "shape": [1] * 100_000, "data_offsets": [0, 1]}})))
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.usefixtures("backend")
 def test_error_keeps_neither_the_text_nor_the_parser_error_alive() -> None:
     with pytest.raises(FormatError) as caught:
         read(pack(b'{"a":'))
@@ -227,7 +228,6 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("text", ACCEPTED)
 def test_odd_spelling_that_the_package_takes_is_taken(text: str) -> None:
     blob = pack(text.encode(), bytes(8))
@@ -244,7 +244,6 @@ STRICTER = [  # README of safetensors: duplicate keys are disallowed; the packag
 ]
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("text", STRICTER)
 def test_repeated_key_is_refused_although_the_package_keeps_the_last(text: str) -> None:
     blob = pack(text.encode(), bytes(2))
@@ -253,7 +252,6 @@ def test_repeated_key_is_refused_although_the_package_keeps_the_last(text: str) 
         read(blob)
 
 
-@pytest.mark.usefixtures("backend")
 def test_number_next_to_the_largest_float_is_refused() -> None:
     # The package refuses from 1.7976931348623158e308 on; the last representable digits before it are refused here as well.
     for number, ok in (("1.7976931348623e308", True), ("1.7976931348623157e308", False), ("1.7976931348623159e308", False)):
@@ -264,7 +262,6 @@ def test_number_next_to_the_largest_float_is_refused() -> None:
 # ---- bombs
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     "text",
     [
@@ -307,9 +304,10 @@ def verdict_of_headrace(blob: bytes) -> dict[str, tuple[str, list[int], int]] | 
 
 def check_against_package(blob: bytes) -> None:
     theirs = verdict_of_package(blob)
-    for name, module in BACKENDS.items():
+    for name, changes in READERS.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_header, "orjson", module)
+            for attribute, value in changes.items():
+                patch.setattr(_header, attribute, value)
             ours = verdict_of_headrace(blob)
         if ours is None or "twice" not in ours:  # a repeated key: refused here, mostly taken there; its tests are above
             assert ours == theirs, name
@@ -347,13 +345,13 @@ def good_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 
 @given(good_files())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_good_and_nearly_good_files_are_read_as_by_the_package(file: tuple[bytes, bytes]) -> None:
     check_against_package(pack(*file))
 
 
 @given(good_files(), st.data())
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 def test_tokens_changed_at_random_are_judged_as_by_the_package(file: tuple[bytes, bytes], data: st.DataObject) -> None:
     text, payload = file
     tokens = TOKEN.findall(text)
@@ -365,7 +363,7 @@ def test_tokens_changed_at_random_are_judged_as_by_the_package(file: tuple[bytes
 
 
 @given(good_files(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_bytes_changed_at_random_are_judged_as_by_the_package(file: tuple[bytes, bytes], data: st.DataObject) -> None:
     blob = bytearray(pack(*file))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -374,10 +372,30 @@ def test_bytes_changed_at_random_are_judged_as_by_the_package(file: tuple[bytes,
     check_against_package(bytes(blob))
 
 
+@given(st.integers(1, 5), st.sampled_from([None, 1]), st.data())
+@settings(max_examples=examples(300))
+def test_digits_and_brackets_out_of_place_are_judged_as_by_the_package(
+    count: int, indent: int | None, data: st.DataObject
+) -> None:
+    header = {f"t{i}": entry("U8", [1], i, i + 1) for i in range(count)}
+    text = bytearray(json.dumps(header, indent=indent).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(text)))
+        text[at : at + data.draw(st.integers(0, 2))] = bytes(data.draw(st.lists(st.sampled_from(b'01[]{},: "'), max_size=2)))
+    check_against_package(pack(bytes(text), bytes(count)))
+
+
+@pytest.mark.parametrize("spelling", [{}, {"separators": (",", ":")}, {"indent": 1}])
+@pytest.mark.parametrize("metadata", [{}, {"__metadata__": {"format": "pt"}}])
+def test_what_writers_write_is_read_fast(spelling: dict[str, Any], metadata: dict[str, Any]) -> None:
+    header = {**metadata, **{f"layers.{i}.é": entry("BF16", [i % 3, 2], 0, 12) for i in range(3000)}}
+    columns = _header._read_fast(json.dumps(header, ensure_ascii=False, **spelling).encode() + b"   ")
+    assert columns == _header._read_strict(json.dumps(header).encode(), URL)
+
+
 # ---- the corpus
 
 
-@pytest.mark.usefixtures("backend")
 def test_corpus_files_get_the_verdict_of_their_record(corpus: CorpusFolder) -> None:  # noqa: F811  # the fixture
     wrong = []
     for case in corpus.cases:
@@ -411,11 +429,10 @@ def agrees(header: Header, case: dict[str, Any], expected: dict[str, dict[str, A
     return got == want and header.metadata == case["metadata"]
 
 
-def test_needs_neither_torch_nor_numpy_nor_orjson() -> None:
+def test_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; sys.modules['orjson'] = None\n"
+        "import sys\n"
         "from headrace import _header\n"
-        "assert _header.orjson is None\n"
         "assert _header.parse_header(b'{}', url='u', nbytes=10).names == []\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )

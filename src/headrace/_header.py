@@ -1,9 +1,9 @@
 """Safetensors header bytes -> checked columns: names, dtypes, shapes and where each tensor lies in the file.
 
-Two readers, one verdict. The fast one parses with orjson and accepts only what it can prove right with a few passes at C speed;
-that no key is repeated follows from the count of quotes. Whatever it cannot prove goes to the strict one (the standard library's
-json, made as strict as the format), the only one that refuses, because it knows which tensor and which rule to name. Both hand
-flat columns to one check of sizes and layout.
+Two readers, one verdict. The strict one is the standard library's json, made as strict as the format, and the only one that
+refuses, because it knows which tensor and which rule to name. The fast one cuts the text at its quotes and compares: writers
+repeat themselves, so between the names and the offsets stand a few texts over and over, and each is read strictly once. What it
+cannot prove equal in a few passes at C speed goes to the strict one. Both hand flat columns to one check of sizes and layout.
 
 The rules are those of safetensors 0.8.0 (serde_json and `Metadata::validate` in src/tensor.rs), found by asking the package.
 Stricter on purpose: a repeated key is refused at any depth (its README disallows them; the package keeps the last), and so are
@@ -21,21 +21,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
-from math import prod
-from operator import mod, mul, sub
+from itertools import chain, repeat
+from operator import itemgetter, mod, sub
 from reprlib import Repr
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace._dtypes import DTYPES
 from headrace.errors import FormatError
-
-orjson: ModuleType | None
-try:
-    import orjson
-except ImportError:
-    orjson = None
 
 MAX_HEADER_NBYTES = 100_000_000  # safetensors src/tensor.rs MAX_HEADER_SIZE
 
@@ -46,11 +38,14 @@ _ITEMSIZES = {dtype.name: dtype.itemsize for dtype in DTYPES.values()}
 _U64 = 1 << 64
 _OVERFLOW = 1 << 128  # an element count that no byte range can match
 _MAX_FLOAT = 1.797693134862315e308
-_MAX_NDIM_UNBOUNDED = 32  # more dimensions are multiplied with a bound: the bare product of millions of them takes hours
 _MAX_DEPTH = 127  # arrays and objects inside each other; serde_json's recursion limit
-# Quotes can be counted if none is escaped; orjson reads -0 as 0; True is an int. What merely looks so takes the strict way.
-_UNPROVABLE = (b'\\"', b"-0", b"true", b"false")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_CONTROLS = bytes(range(32))  # JSON has them in no string
+_OFFSETS_KEY = '"data_offsets"'
+_S = r"[ \t\n\r]*"  # JSON's white space
+_OFFSETS = re.compile(rf"({_S}:{_S}\[{_S})[0-9]+({_S},{_S})[0-9]+({_S}\]{_S}\}}{_S},{_S})")
+_LAST_OFFSETS = re.compile(rf"{_S}:{_S}\[{_S}(0|[1-9][0-9]*){_S},{_S}(0|[1-9][0-9]*){_S}\]{_S}\}}{_S}\}}{_S}")
+_BLOCK_NCHARS = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +100,21 @@ class Header:
     aligned: bool
 
 
+class _Form(NamedTuple):
+    """What a header says of a tensor besides its name and its place. Few are different, and equal ones are one object."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bits: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Columns:
     """What the JSON says, types proven, layout not yet; offsets are those of the header, counted from its end."""
 
     metadata: dict[str, str] | None
     names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    forms: list[_Form]
     starts: list[int]
     ends: list[int]
 
@@ -163,17 +165,18 @@ def parse_header(text: bytes, *, url: str, nbytes: int) -> Header:
     data_offset = 8 + len(text)
     _check_end(columns, url, data_offset=data_offset, nbytes=nbytes)
     starts = [start + data_offset for start in columns.starts]
+    dtypes = list(map(itemgetter(0), columns.forms))
     return Header(
         url=url,
         nbytes=nbytes,
         data_offset=data_offset,
         metadata=columns.metadata,
         names=columns.names,
-        dtypes=columns.dtypes,
-        shapes=_shared(columns.shapes),
+        dtypes=dtypes,
+        shapes=list(map(itemgetter(1), columns.forms)),
         starts=starts,
-        ends=[end + data_offset for end in columns.ends],
-        aligned=not any(map(mod, starts, map(_ITEMSIZES.__getitem__, columns.dtypes))),
+        ends=[*starts[1:], nbytes] if starts else [],
+        aligned=not any(map(mod, starts, map(_ITEMSIZES.__getitem__, dtypes))),
     )
 
 
@@ -181,42 +184,80 @@ def parse_header(text: bytes, *, url: str, nbytes: int) -> Header:
 
 
 def _read_fast(text: bytes) -> _Columns | None:
-    if orjson is None or not _is_provable(text):
+    if b"\\" in text:  # then a quote may be part of a string
         return None
     try:
-        parsed = orjson.loads(text)
-        if type(parsed) is not dict:
-            return None
-        nstrings = 5 * len(parsed) if _METADATA not in parsed else 5 * len(parsed) - 4  # name, 3 fields and dtype of each entry
-        metadata = parsed.pop(_METADATA, None)
-        if not _is_metadata(metadata):
-            return None
-        nstrings += 2 * len(metadata or ())
-        # A repeated key would leave strings in the text that are not in the result.
-        return _columns_of(metadata, parsed) if text.count(b'"') == 2 * nstrings else None
-    except (ValueError, TypeError, KeyError, OverflowError):  # not JSON; a field missing or of another type
+        columns = _read_alike(text.decode("utf-8"))
+        for numbers in (columns.starts, columns.ends):
+            array("Q", numbers)
+    except (ValueError, IndexError, OverflowError):  # FormatError is a ValueError
         return None
+    distinct = set(columns.names)
+    return None if len(distinct) < len(columns.names) or _METADATA in distinct else columns
 
 
-def _is_provable(text: bytes) -> bool:
-    # The search for one byte is memchr, ten times faster than that for two, and mostly finds none.
-    return not any(part[:1] in text and part in text for part in _UNPROVABLE)
+def _read_alike(text: str) -> _Columns:
+    """A header whose tensors are spelled alike, else ValueError or IndexError. A few hundred at a time, which stay in cache."""
+    at, last = text.index(_OFFSETS_KEY), text.rindex(_OFFSETS_KEY)
+    columns, forms = _read_before_offsets(text[:at]), dict[str, _Form]()
+    columns.starts.clear()
+    columns.ends.clear()
+    while at < last:
+        begin, at = at + len(_OFFSETS_KEY), text.index(_OFFSETS_KEY, min(at + _BLOCK_NCHARS, last))
+        # Between two of these words: a tensor's offsets, the name of the next one, and what is said of it before its offsets.
+        parts = list(map(str.split, text[begin:at].split(_OFFSETS_KEY), repeat('"'), repeat(2)))
+        numbers = _read_offsets(list(map(itemgetter(0), parts)))
+        names, texts = list(map(itemgetter(1), parts)), list(map(itemgetter(2), parts))
+        joined = "".join(names).encode()
+        if len(joined.translate(None, _CONTROLS)) < len(joined):
+            raise ValueError("a control character in a name")
+        forms |= {text: _form_of(text) for text in set(texts) - forms.keys()}
+        columns.names.extend(names)
+        columns.forms.extend(map(forms.__getitem__, texts))
+        columns.starts.extend(numbers[0::2])
+        columns.ends.extend(numbers[1::2])
+    final = _LAST_OFFSETS.fullmatch(text, last + len(_OFFSETS_KEY))
+    if final is None:
+        raise ValueError("these are no offsets")
+    columns.starts.append(int(final[1]))
+    columns.ends.append(int(final[2]))
+    return columns
 
 
-def _columns_of(metadata: dict[str, str] | None, parsed: dict[str, Any]) -> _Columns | None:
-    entries = parsed.values()
-    dtypes = [entry["dtype"] for entry in entries]
-    shapes = [entry["shape"] for entry in entries]
-    ranges = [entry["data_offsets"] for entry in entries]
-    starts = [start for start, _ in ranges]  # ValueError where it is no pair
-    ends = [end for _, end in ranges]
-    if not (set(map(len, entries)) <= {3} and set(dtypes) <= _BITS.keys() and set(map(type, shapes)) <= {list}):
-        return None
-    # All are integers from 0 to 2**64 - 1, else TypeError or OverflowError: a third of the time of set(map(type, ...)) and min().
-    # True and False would pass; _UNPROVABLE has excluded them.
-    for numbers in (starts, ends, list(chain.from_iterable(shapes))):
-        array("Q", numbers)
-    return _Columns(metadata, list(parsed), dtypes, shapes, starts, ends)
+def _form_of(text: str) -> _Form:
+    """What stands between a name and its offsets."""
+    columns = _read_before_offsets('{""' + text)
+    if columns.names != [""] or columns.metadata is not None:
+        raise ValueError("it says something of another tensor as well")
+    return columns.forms[0]
+
+
+def _read_before_offsets(text: str) -> _Columns:
+    """A header that is cut before the offsets of its first tensor: one tensor, perhaps metadata. Offsets have one form only."""
+    columns = _read_strict((text + _OFFSETS_KEY + ":[0,0]}}").encode(), "")
+    if len(columns.names) != 1:
+        raise ValueError("it says something of several tensors")
+    return columns
+
+
+def _read_offsets(texts: list[str]) -> list[int]:
+    """Starts and ends in turn, of texts that are spelled alike.
+
+    Without its digits each is what the first one is. The digits stand where numbers belong, since what is between the numbers of
+    two tensors occurs as often as it should, and the rest is JSON.
+    """
+    first = _OFFSETS.fullmatch(texts[0])
+    if first is None:
+        raise ValueError("these are no offsets")
+    opening, comma, closing = first.groups()
+    joined, between = "".join(texts), closing + opening
+    if joined.encode().translate(None, b"0123456789") != (opening + comma + closing).encode() * len(texts):
+        raise ValueError("offsets are spelled in several ways")
+    listed = joined.replace(between, comma)
+    if len(joined) - len(listed) != (len(texts) - 1) * (len(between) - len(comma)) or not joined.endswith(closing):
+        raise ValueError("a digit stands where none belongs")
+    numbers: list[int] = json.loads("[" + listed[len(opening) : -len(closing)] + "]")
+    return numbers
 
 
 def _is_metadata(value: Any) -> bool:
@@ -247,14 +288,17 @@ def _read_strict(text: bytes, url: str) -> _Columns:
         raise _refusal(url, f"{_METADATA} has the key {_quote(metadata.key)} twice")
     if not _is_metadata(metadata):
         raise _refusal(url, f"{_METADATA} is not a map from strings to strings but {_quote(metadata)}")
-    columns = _Columns(metadata, list(parsed), [], [], [], [])
+    columns = _Columns(metadata, list(parsed), [], [], [])
+    forms: dict[tuple[str, tuple[int, ...]], _Form] = {}
     for name, entry in parsed.items():
         fields, rule = _fields_of(entry)
         if rule:
             raise _refusal(url, rule, tensor=name)
         dtype, shape, (start, end) = fields
-        columns.dtypes.append(dtype)
-        columns.shapes.append(shape)
+        key = (dtype, tuple(shape))
+        if key not in forms:
+            forms[key] = _Form(*key, _BITS[dtype] * _bounded_product(shape))
+        columns.forms.append(forms[key])
         columns.starts.append(start)
         columns.ends.append(end)
     return columns
@@ -351,12 +395,6 @@ def _containers(values: Iterable[Any]) -> list[dict[str, Any] | list[Any]]:
 # ---- sizes and layout
 
 
-def _shared(shapes: list[list[int]]) -> list[tuple[int, ...]]:
-    """The shapes with equal ones as one object: models have few, and the collector need not walk over one per tensor."""
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    return [known.setdefault(shape, shape) for shape in map(tuple, shapes)]
-
-
 def _in_order(columns: _Columns) -> _Columns:
     starts, ends = columns.starts, columns.ends
     if starts[1:] == ends[:-1]:
@@ -369,12 +407,11 @@ def _in_order(columns: _Columns) -> _Columns:
     def pick(column: list[Any]) -> list[Any]:
         return [column[i] for i in order]
 
-    names, dtypes, shapes = pick(columns.names), pick(columns.dtypes), pick(columns.shapes)
-    return _Columns(columns.metadata, names, dtypes, shapes, pick(starts), pick(ends))
+    return _Columns(columns.metadata, pick(columns.names), pick(columns.forms), pick(starts), pick(ends))
 
 
 def _check_layout(columns: _Columns, url: str) -> None:
-    bits = list(map(mul, _counts(columns.shapes), map(_BITS.__getitem__, columns.dtypes)))
+    bits = list(map(itemgetter(2), columns.forms))
     spans = [8 * nbytes for nbytes in map(sub, columns.ends, columns.starts)]
     if bits == spans and columns.starts[1:] == columns.ends[:-1] and columns.starts[:1] in ([], [0]):
         return
@@ -386,16 +423,8 @@ def _check_layout(columns: _Columns, url: str) -> None:
         end = columns.ends[i]
 
 
-def _counts(shapes: list[list[int]]) -> list[int]:
-    """Elements of each tensor; `_OVERFLOW` where the package's 64-bit product, taken in order, overflows."""
-    if max(map(len, shapes), default=0) <= _MAX_NDIM_UNBOUNDED:
-        counts = list(map(prod, shapes))
-        if 0 not in counts:  # without a zero, a product that matches a byte range never was larger on the way
-            return counts
-    return list(map(_bounded_product, shapes))
-
-
 def _bounded_product(shape: list[int]) -> int:
+    """Elements; `_OVERFLOW` where the package's 64-bit product, taken in order, overflows."""
     count = 1
     for dimension in shape:
         count *= dimension
@@ -418,8 +447,9 @@ def _range_rule(columns: _Columns, i: int, *, end: int) -> str:
 
 
 def _size_rule(columns: _Columns, i: int, *, bits: int) -> str:
-    dtype, nbytes = columns.dtypes[i], columns.ends[i] - columns.starts[i]
-    what = f"{dtype} of shape {_quote(columns.shapes[i])}"
+    dtype, shape, _ = columns.forms[i]
+    nbytes = columns.ends[i] - columns.starts[i]
+    what = f"{dtype} of shape {_quote(list(shape))}"
     if bits == 8 * nbytes:
         return ""
     if bits >= _U64:
