@@ -8,7 +8,8 @@ update makes another tensor's backward fail), and pickling a scale would write t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,14 @@ class CpuTarget:
         if torch.is_inference_mode_enabled():  # a tensor made in inference mode could never be trained or written to
             with torch.inference_mode(False):
                 return self.wrap(owner, dtypes, shapes, positions, sizes)
-        kinds, ndarray, from_numpy = _KINDS, np.ndarray, torch.from_numpy
+        if all(sizes) and _USUAL.issuperset(dtypes) and max(map(len, shapes), default=0) <= _NUMPY_NDIM:
+            return _usual(owner, dtypes, shapes, positions)
         made = []
         for dtype, shape, position, nbytes in zip(dtypes, shapes, positions, sizes, strict=True):
-            array_kind, kind = kinds[dtype]
-            if array_kind is None or not nbytes or len(shape) > _NUMPY_NDIM:
+            if not nbytes or dtype not in _USUAL or len(shape) > _NUMPY_NDIM:
                 made.append(_unusual(owner, dtype, shape, position, nbytes))
-                continue
-            # Any buffer will do; numpy's types know that from Python 3.12 on.
-            tensor = from_numpy(ndarray(shape, array_kind, owner, position))  # type: ignore[arg-type, unused-ignore]
-            made.append(tensor if kind is None else tensor.view(kind))
+            else:
+                made += _usual(owner, [dtype], [shape], [position])
         return made
 
     def allocate(self, dtype: str, shape: Sequence[int], nbytes: int, *, pinned: bool = False) -> tuple[Any, memoryview]:
@@ -75,16 +74,29 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _kind(name: str) -> tuple[Any, torch.dtype | None]:
-    """(numpy dtype, torch dtype to view it as; None where it is the same); (None, None) for what `_unusual` makes."""
-    kind, bits = TORCH[name], DTYPES[name].bits
-    if kind is None or bits < 8:
-        return None, None
-    same = getattr(np, str(DTYPES[name].torch).replace("bool", "bool_"), None)
-    return (np.dtype(same), None) if same is not None else (np.dtype(f"i{bits // 8}"), kind)
+_NUMPY = {name: getattr(np, str(dtype.torch).replace("bool", "bool_"), None) for name, dtype in DTYPES.items()}
 
 
-_KINDS = {name: _kind(name) for name in DTYPES}
+def _array_kind(name: str) -> np.dtype[Any]:
+    """numpy's dtype, or the integer of that width that torch then views as its own."""
+    return np.dtype(_NUMPY[name] or f"i{DTYPES[name].bits // 8}")
+
+
+_USUAL = frozenset(name for name in DTYPES if TORCH[name] is not None and DTYPES[name].bits >= 8)  # the rest is `_unusual`
+_ARRAY_KINDS = {name: _array_kind(name) for name in _USUAL}
+_VIEWED_AS = {name: TORCH[name] for name in _USUAL if _NUMPY[name] is None}
+
+
+def _usual(
+    owner: Owner | None, dtypes: Sequence[str], shapes: Sequence[Sequence[int]], positions: Sequence[int]
+) -> list[torch.Tensor]:
+    """Many at a time, by `map`: a BF16 tensor takes 1.65 microseconds where a loop takes 1.85 (2026-11-30)."""
+    make: Callable[..., Any] = np.ndarray  # any buffer will do, which its types know from Python 3.12 on
+    made = list(map(torch.from_numpy, map(make, shapes, map(_ARRAY_KINDS.__getitem__, dtypes), repeat(owner), positions)))
+    if _VIEWED_AS.keys().isdisjoint(dtypes):
+        return made
+    kinds = map(_VIEWED_AS.get, dtypes)
+    return [tensor if kind is None else tensor.view(kind) for tensor, kind in zip(made, kinds, strict=True)]
 
 
 def _unusual(owner: Owner | None, dtype: str, shape: Sequence[int], position: int, nbytes: int) -> torch.Tensor:
