@@ -154,6 +154,7 @@ class Ledger:
             self.connections += 1
             self.open_connections += 1
             self.peak_connections = max(self.peak_connections, self.open_connections)
+            self._lock.notify_all()
             return self.connections
 
     def disconnected(self) -> None:
