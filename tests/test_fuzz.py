@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from budget import examples
 from checkpoints import KIB, bytes_of, random_entry, serialize, value_of
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -402,7 +403,7 @@ def test_any_text_is_an_option_or_refused(name: str, text: str) -> None:
     st.lists(damaged(st.just(b'{"name": "a", "key": "b", "nbytes": 1}\n')) | st.binary(max_size=40), max_size=3),
     st.binary(max_size=30),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 def test_a_pull_gets_over_any_state_of_an_earlier_one(
     tmp_path_factory: pytest.TempPathFactory, records: list[bytes], part: bytes
 ) -> None:
@@ -422,7 +423,7 @@ def test_a_pull_gets_over_any_state_of_an_earlier_one(
         st.binary(max_size=30) | damaged(st.sampled_from([*SHARDS.values(), b'{"a.safetensors": {"version": "1"}}'])),
     )
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50))
 def test_any_saved_metadata_is_right_or_refused(tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]) -> None:
     folder: Path = tmp_path_factory.mktemp("metadata")
     for name, data in files.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from budget import examples
 from checkpoints import KIB, MIB, Contents, bytes_of, random_entry, serialize, value_of, wrong
 from http_servers import Fault, Server, fault
 from hypothesis import given, settings
@@ -62,7 +63,7 @@ def test_several_places_take_one_request() -> None:
 
 
 @given(st.integers(0, 2 * PREFIX), st.lists(st.integers(0, 3 * PREFIX), max_size=6))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_what_came_with_the_opening_is_not_asked_for_again(offset: int, sizes: list[int]) -> None:
     with opened() as (server, source):
         assert read_each(source, offset, *sizes) == expected(offset, *sizes)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -212,7 +213,7 @@ def test_layouts_with_inputs_first_ask_for_a_dimension() -> None:
     st.integers(1, 3),
     st.sampled_from([0, 1]),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_ranks_together_have_every_element_of_every_part(world: int, parts: list[int], width: int, dim: int) -> None:
     shape = (sum(parts), width) if dim == 0 else (width, sum(parts))
     checkpoint: Mapping[str, TensorInfo] = infos(m__weight=shape)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -287,13 +288,13 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 @given(requests())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_wanted_byte_lands_once_and_where_its_tensor_is(request: Request) -> None:
     check_bytes(request)
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_no_byte_is_read_or_written_twice_and_the_surplus_is_exact(request: Request) -> None:
     plan = request.plan()
     memories, seen = carry_out(request, plan)
@@ -308,7 +309,7 @@ def test_no_byte_is_read_or_written_twice_and_the_surplus_is_exact(request: Requ
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_tables_describe_what_is_handed_out(request: Request) -> None:
     plan = request.plan()
     tensors = plan.tensors
@@ -325,7 +326,7 @@ def test_tables_describe_what_is_handed_out(request: Request) -> None:
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_spans_divide_the_tensors_and_reads_fill_the_spans_in_order(request: Request) -> None:
     plan = request.plan()
     at = at_read = 0
@@ -342,7 +343,7 @@ def test_spans_divide_the_tensors_and_reads_fill_the_spans_in_order(request: Req
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_no_read_is_longer_than_the_chunk(request: Request) -> None:
     plan = request.plan()
     for read in plan.reads:
@@ -356,7 +357,7 @@ def test_no_read_is_longer_than_the_chunk(request: Request) -> None:
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_memory_of_a_span_is_the_limits_or_that_of_its_only_tensor(request: Request) -> None:
     plan = request.plan()
     for span in plan.spans:
@@ -369,7 +370,7 @@ def test_memory_of_a_span_is_the_limits_or_that_of_its_only_tensor(request: Requ
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_small_tensors_share_no_memory_with_large_ones(request: Request) -> None:
     plan = request.plan()
     for span in plan.spans:
@@ -381,7 +382,7 @@ def test_small_tensors_share_no_memory_with_large_ones(request: Request) -> None
 
 
 @given(requests())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_addresses_suit_their_dtypes_where_memory_begins_on_a_page(request: Request) -> None:
     plan = request.plan()
     for span in plan.spans:
@@ -392,7 +393,7 @@ def test_addresses_suit_their_dtypes_where_memory_begins_on_a_page(request: Requ
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_memory_that_is_an_image_of_the_file_is_congruent_with_it(request: Request) -> None:
     plan = request.plan()
     for span in plan.spans:
@@ -407,7 +408,7 @@ def test_memory_that_is_an_image_of_the_file_is_congruent_with_it(request: Reque
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_memory_that_is_given_is_exactly_the_tensors(request: Request) -> None:
     plan = request.plan()
     for span in plan.spans:
@@ -420,7 +421,7 @@ def test_memory_that_is_given_is_exactly_the_tensors(request: Request) -> None:
 
 
 @given(requests())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_plan_explains_itself_without_reading(request: Request) -> None:
     plan = request.plan()
     text = str(plan)
@@ -775,7 +776,7 @@ def test_what_lies_apart_in_the_file_is_not_joined() -> None:
 
 
 @given(requests())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_joined_reads_are_one_range_that_is_no_longer_than_a_request(request: Request) -> None:
     plan = request.plan()
     length = 0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,7 +95,7 @@ def shapes_and_indices(draw: st.DrawFn) -> tuple[list[int], Index]:
 
 
 @given(shapes_and_indices(), st.sampled_from([8, 16, 32, 64]), st.fixed_dictionaries(strategies))
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_every_index_has_numpys_meaning_under_every_strategy(
     wanted: tuple[list[int], Index], bits: int, strategy: dict[str, Any]
 ) -> None:
@@ -103,7 +104,7 @@ def test_every_index_has_numpys_meaning_under_every_strategy(
 
 
 @given(shapes_and_indices(), st.fixed_dictionaries(strategies))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_byte_is_read_twice(wanted: tuple[list[int], Index], strategy: dict[str, Any]) -> None:
     shape, index = wanted
     cuts, _ = cut_slice(shape, index, bits=16, **strategy)
@@ -321,7 +322,7 @@ def joined(tensor: npt.NDArray[Any], dim: int, stretches: Sequence[tuple[int, in
 
 
 @given(shapes_and_parts(), st.fixed_dictionaries(strategies), st.sampled_from([8, 16, 32]))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_parts_are_stretches_one_after_another(
     wanted: tuple[list[int], int, list[tuple[int, int]], list[Any]], strategy: dict[str, Any], bits: int
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from budget import examples
 from checkpoints import KIB, MIB
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -158,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (held.view == held.mark).all()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 
 
