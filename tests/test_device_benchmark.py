@@ -51,6 +51,16 @@ def test_a_simulated_run_counts_and_calls_nothing_a_speed(tmp_path: Path) -> Non
     assert not (tmp_path / "device.json").exists()
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_what_a_chunk_costs_in_python_is_measured_over_a_runtime_that_does_nothing(tmp_path: Path) -> None:
+    output = run("--simulated", "--quick", "--rounds", "1", "--cases", "python", "--data", tmp_path, "--out", tmp_path)
+    assert "µs a chunk" in output
+    ways = json.loads((tmp_path / "device-simulated.json").read_text())["cases"]["python"]["ways"]
+    assert [len(way["samples"]) for way in ways.values()] == [1] * 5
+    assert all(way["samples"][0]["python"] > 0 for way in ways.values())
+
+
 def test_goals_of_a_gpu_and_of_a_simulated_one_are_told_apart() -> None:
     from harness.device_cases import CASES, ON_REQUEST, DeviceGoal
     from harness.device_child import _WAYS
@@ -61,7 +71,8 @@ def test_goals_of_a_gpu_and_of_a_simulated_one_are_told_apart() -> None:
     for case in (*CASES, *ON_REQUEST):
         for goal in case.goals:
             assert {goal.way, *([goal.against] if goal.against else [])} <= names[case.name]
-            assert (goal.metric == "speed") != goal.simulated
+            assert goal.counts(simulated=False) or goal.counts(simulated=True)
+            assert (goal.metric == "python") == (goal.counts(simulated=False) and goal.counts(simulated=True))
     ways = {
         "a": {"samples": [{"bytes": 300, "seconds": 1.0, "bus": 0.5}]},
         "b": {"samples": [{"bytes": 100, "seconds": 1.0}]},

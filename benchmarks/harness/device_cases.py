@@ -36,18 +36,18 @@ class DeviceWay:
 class DeviceGoal:
     """A bound. On a GPU `metric` is 'speed': source bytes per second of `way` over those of `against`. On a simulated one it is
     'bus': the share of the bus that was in use; 'sent': bytes that crossed it over source bytes; 'pageable': of them not
-    page-locked."""
+    page-locked. On both, 'python': microseconds of CPU a chunk."""
 
     text: str
-    metric: Literal["speed", "bus", "sent", "pageable"]
+    metric: Literal["speed", "bus", "sent", "pageable", "python"]
     way: str
     against: str = ""
     at_least: float | None = None
     at_most: float | None = None
 
-    @property
-    def simulated(self) -> bool:
-        return self.metric != "speed"
+    def counts(self, *, simulated: bool) -> bool:
+        """Whether it is one for such a device."""
+        return self.metric == "python" or (self.metric != "speed") == simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,11 @@ class DeviceCase:
     checkpoint: str
     ways: tuple[DeviceWay, ...]
     goals: tuple[DeviceGoal, ...]
+
+    @property
+    def is_of_python(self) -> bool:
+        """Whether its ways are CPU time of chunks, over a runtime that does nothing, and no loads."""
+        return all(goal.metric == "python" for goal in self.goals) and bool(self.goals)
 
 
 _BARE = DeviceWay(FLOOR, "bare", "floor", {"pinned": True})
@@ -102,6 +107,26 @@ CASES = (
     ),
 )
 
+_COPYING = "slot taken, copy queued, event recorded"
+_WHOLE = "all threads of a load that reads nothing, plan included"
+
+_PYTHON = DeviceCase(
+    "python",
+    "CPU time of a chunk in microseconds, over a runtime that does nothing; cold: 8 MiB are copied before each",
+    "shards",
+    (
+        DeviceWay(_COPYING, "chunk", "headrace", {"of": "copying", "cold": False}),
+        DeviceWay("its three calls alone", "chunk", "floor", {"of": "calls", "cold": False}),
+        DeviceWay(f"{_COPYING}, cold", "chunk", "headrace", {"of": "copying", "cold": True}),
+        DeviceWay("its three calls alone, cold", "chunk", "floor", {"of": "calls", "cold": True}),
+        DeviceWay(_WHOLE, "chunk", "headrace", {"of": "whole"}),
+    ),
+    (
+        DeviceGoal("12 µs a chunk to its copy, calls included", "python", _COPYING, at_most=12),
+        DeviceGoal("150 µs a chunk in all: 55 GB/s are 6,500 chunks a second", "python", _WHOLE, at_most=150),
+    ),
+)
+
 _LIBRARIES = {
     "safetensors": "safetensors, safe_open on the device",
     "runai": "Run:ai, on the device",
@@ -111,6 +136,7 @@ _LIBRARIES = {
 _BESIDE_A_GPU = "a library that needs a GPU"
 
 ON_REQUEST = (
+    _PYTHON,
     DeviceCase(
         "peers",
         "a cached Llama of BF16 files, streamed, each tensor dropped at once",

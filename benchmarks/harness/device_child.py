@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 import headrace
-from harness import pagecache
+from harness import chunk_cost, pagecache
 from harness.checkpoints import read_entries
 from harness.device_cases import CASES, ON_REQUEST, DeviceWay
 
@@ -188,7 +190,17 @@ def _instanttensor(files: list[str], device: str) -> int:
         return sum(1 for _ in opened.tensors())
 
 
-_WAYS = {"bare": bare, "ours": ours, "held": held, "converting": converting, "tuned": tuned, "peer": peer}
+@contextmanager
+def chunk(bench: Bench, *, of: str, **arguments: Any) -> Iterator[Go]:
+    """CPU time of chunks, see `chunk_cost`."""
+    del bench
+    with TemporaryDirectory() as folder:
+        way = chunk_cost.whole(Path(folder)) if of == "whole" else getattr(chunk_cost, of)(**arguments)
+        with way as measured:
+            yield lambda: {"python": measured(), "sent": None, "copies": None, "pinned": None}
+
+
+_WAYS = {"bare": bare, "ours": ours, "held": held, "converting": converting, "tuned": tuned, "peer": peer, "chunk": chunk}
 
 
 def sample(bench: Bench, go: Go) -> dict[str, Any]:
@@ -197,7 +209,7 @@ def sample(bench: Bench, go: Go) -> dict[str, Any]:
     started, cpu = time.perf_counter(), time.process_time()
     found = go()
     found |= {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu, "bytes": bench.nbytes}
-    if before is not None:
+    if before is not None and "python" not in found:
         after = bench.runtime.stats()
         sent = [getattr(after, f"h2d_{kind}_nbytes") - getattr(before, f"h2d_{kind}_nbytes") for kind in ("pinned", "pageable")]
         found |= {"sent": sum(sent), "pageable": sent[1], "bus": sum(sent) / _BUS / found["seconds"]}

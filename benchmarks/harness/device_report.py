@@ -22,19 +22,24 @@ def show(case: DeviceCase, found: Mapping[str, Any], *, simulated: bool) -> None
     if "failed" in found:
         print(f"  FAILED: {found['failed']}")
         return
-    head = (
-        ["way", "bus in use", "copies", "MiB sent", "pageable MiB"]
-        if simulated
-        else ["way", "median s", "GB/s", "CPU-s/GiB", "copies", "× bare"]
-    )
-    rows = [row(name, way, found["ways"], simulated=simulated) for name, way in found["ways"].items() if way["samples"]]
+    measured = {name: way for name, way in found["ways"].items() if way["samples"]}
+    if case.is_of_python:
+        head, rows = ["way", "µs a chunk"], [[name, f"{figure(way, 'python'):.1f}"] for name, way in measured.items()]
+    else:
+        head, rows = _head(simulated=simulated), [row(*each, found["ways"], simulated=simulated) for each in measured.items()]
     print(aligned([head, *rows]))
     for name, way in found["ways"].items():
         if way["skipped"]:
             print(f"  skipped: {name}: {way['skipped']}")
     for goal in case.goals:
-        if goal.simulated == simulated:
+        if goal.counts(simulated=simulated):
             print(f"  {verdict(goal, found['ways'])}")
+
+
+def _head(*, simulated: bool) -> list[str]:
+    if simulated:
+        return ["way", "bus in use", "copies", "MiB sent", "pageable MiB"]
+    return ["way", "median s", "GB/s", "CPU-s/GiB", "copies", "× bare"]
 
 
 def row(name: str, way: Mapping[str, Any], ways: Mapping[str, Any], *, simulated: bool) -> list[str]:
@@ -94,7 +99,13 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
 def draw(data: Mapping[str, Any], path: Path) -> list[Path]:
     """The chart's path; nothing where there is no matplotlib, or nothing to show."""
     metric, scale = ("bus", 1.0) if data["simulated"] else ("speed", 1e9)
-    cases = [(case["title"], [(n, w) for n, w in case["ways"].items() if w["samples"]]) for case in data["cases"].values()]
+    cases = [
+        (
+            case["title"],
+            [(name, way) for name, way in case["ways"].items() if way["samples"] and "python" not in way["samples"][0]],
+        )
+        for case in data["cases"].values()
+    ]
     cases = [(title, ways) for title, ways in cases if ways]
     try:
         plt = chart.pyplot()

@@ -175,7 +175,8 @@ class Ring:
             PinningError: it is not, and that was demanded.
         """
         if self._pin != "off":
-            slot.segment.settled.wait()
+            if not slot.segment.settled.is_set():  # waiting takes a lock, set or not
+                slot.segment.settled.wait()
             if self._error is not None:
                 raise self._error
             if slot.replacement is not None:

@@ -154,11 +154,12 @@ class Runtime:
     def is_done(self, event: int) -> bool:
         """Whether an event is done."""
         code = self._QuickEventQuery(event)
-        if code == NOT_READY:
-            self._QuickGetLastError()  # no error on driver 580; torch takes one back here as well
-            return False
-        self._check(code, "EventQuery")
-        return True
+        if code == SUCCESS:
+            return True
+        if code != NOT_READY:
+            self._check(code, "EventQuery")
+        self._QuickGetLastError()  # no error on driver 580; torch takes one back here as well
+        return False
 
     def synchronize(self, event: int) -> None:
         """Wait until an event is done."""
