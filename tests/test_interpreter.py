@@ -8,11 +8,14 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import MIB, random_contents, write
 
-from headrace._interpreter import SWITCH_INTERVAL_S, gc_paused, join, switching_fast
+import headrace
+from headrace._interpreter import SWITCH_INTERVAL_S, gc_paused, join, running, switching_fast
 
 OWN_INTERVAL_S = 0.003
 
@@ -232,3 +235,39 @@ def test_a_thread_is_waited_for_otherwise() -> None:
     done.set()
     join(waiting)
     assert not waiting.is_alive()
+
+
+LOADS = """
+    import atexit, threading
+    def left():
+        print([thread.name for thread in threading.enumerate() if thread.name.startswith("headrace")], flush=True)
+    atexit.register(left)  # runs last
+    import headrace
+    from headrace._interpreter import running
+    class Failing:
+        def stop(self):
+            raise OSError("is not to keep the others from being stopped")
+    tensors = headrace.stream({path!r}, concurrency=2, memory_limit=0)
+    name, kept = next(tensors)
+    print(len(running._loads), any(thread.name.startswith("headrace") for thread in threading.enumerate()))
+    running.add(Failing())
+"""
+
+
+def test_loads_that_a_program_left_open_are_stopped_before_the_interpreter_ends(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", random_contents(*[MIB] * 8))
+    code = textwrap.dedent(LOADS.format(path=str(path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, ["1 True", "[]"], "")
+
+
+def test_loads_that_are_over_are_known_no_more(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", random_contents(*[MIB] * 2))
+    before = len(running._loads)
+    headrace.load(path)
+    tensors = headrace.stream(path, concurrency=2)
+    next(tensors)
+    assert len(running._loads) == before + 1
+    del tensors
+    gc.collect()
+    assert len(running._loads) == before

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 from headrace._filling import IN_PLACE, Hops
-from headrace._interpreter import gc_paused, join, switching_fast
+from headrace._interpreter import gc_paused, join, running, switching_fast
 from headrace._landing import JoiningFilling, Landing
 from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress, Snapshot
@@ -97,6 +97,7 @@ class Engine:
         if self._started or self._stopped:
             return
         switching_fast.acquire()
+        running.add(self)
         self._started = True
         self.landing.start()
         if len(self.plan.reads) == 1 and self.landing.reads_on_caller:
@@ -115,6 +116,7 @@ class Engine:
                 return
             self._stopped = True
             self._state.notify_all()
+        running.discard(self)
         self.landing.wake()
         try:
             self._join_readers()

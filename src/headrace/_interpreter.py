@@ -6,17 +6,20 @@ collector walks over everything alive each time many objects are made at once (6
 microseconds each). Both are process-wide, so they are counted: the last one out restores what the first one found.
 Figures: docs/design.md, 3.6.
 
-And its end: what a program left open is closed then, when the threads that it would wait for run no more.
+And its end: loads that a program left open are stopped then, while their threads still run and before torch and drivers are taken
+down. What is closed later still waits for no thread, as they run no more.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Protocol
 
 SWITCH_INTERVAL_S = 50e-6
 
@@ -90,5 +93,38 @@ def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
         thread.join(timeout_s)
 
 
+class Stoppable(Protocol):
+    """What runs threads of its own until it is stopped."""
+
+    def stop(self) -> None: ...
+
+
+class _Running:
+    """Loads under way. A daemon thread that is within torch or a driver when the interpreter ends takes the process down with it.
+
+    The collector may end an abandoned load between any two lines here, so there is no lock: each step is one of a dict's own.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[int, Stoppable] = {}
+        self._registered = False
+
+    def add(self, load: Stoppable) -> None:
+        if not self._registered:  # now, not at the import: what is registered later runs earlier
+            self._registered = True
+            atexit.register(self.stop_all)
+        self._loads[id(load)] = load
+
+    def discard(self, load: Stoppable) -> None:
+        self._loads.pop(id(load), None)
+
+    def stop_all(self) -> None:
+        """Stop them, the latest first."""
+        for load in reversed(list(self._loads.values())):
+            with suppress(Exception):  # nobody is left to take it, and the others have to be stopped as well
+                load.stop()
+
+
+running = _Running()
 switching_fast = _Counted(_shorten_switch_interval, sys.setswitchinterval)
 gc_paused = _Counted(_disable_gc, lambda was_enabled: gc.enable() if was_enabled else None)
