@@ -1,0 +1,62 @@
+"""What of a range is asked of the kernel: samples where they agree, all of it where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace.sources.file import _residency
+
+MIB = 1 << 20
+RANGE = 64 * MIB
+
+
+def kernel(cached: Callable[[int], bool], asked: list[tuple[int, int]]) -> Callable[[int, int, int], float | None]:
+    """A page cache in which each page is or is not, and which notes what it is asked."""
+
+    def share(_fd: int, offset: int, nbytes: int) -> float:
+        asked.append((offset, nbytes))
+        pages = range(offset // 4096, (offset + nbytes) // 4096)
+        return sum(map(cached, pages)) / len(pages)
+
+    return share
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_where_all_samples_agree_nothing_else_is_asked(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(_residency, "_cachestat_share", kernel(lambda _: everything, asked))
+    assert _residency._range_share(3, RANGE, RANGE) == float(everything)
+    assert sum(nbytes for _, nbytes in asked) == MIB
+    assert all(offset >= RANGE and offset + nbytes <= 2 * RANGE and not offset % 4096 for offset, nbytes in asked)
+
+
+@pytest.mark.parametrize(
+    ("cached", "share"),
+    [
+        (lambda page: page < 8192, 0.5),  # the first half
+        (lambda page: page >= 2048, 0.875),  # all but the first eighth
+        (lambda page: page // 2048 % 2 == 0, 0.5),  # every second eighth
+        (lambda page: page % 8 != 0, 0.875),  # holes in every sample
+    ],
+)
+def test_where_they_do_not_every_page_counts(
+    cached: Callable[[int], bool], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(_residency, "_cachestat_share", kernel(cached, asked))
+    assert _residency._range_share(3, 0, RANGE) == share
+    assert asked[-1] == (0, RANGE)
+
+
+def test_a_short_range_is_asked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(_residency, "_cachestat_share", kernel(lambda _: True, asked))
+    assert _residency._range_share(3, 4096, MIB) == 1.0
+    assert asked == [(4096, MIB)]
+
+
+def test_a_kernel_without_cachestat_is_not_taken_for_one_with_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_residency, "_cachestat_share", lambda *_: None)
+    assert _residency._range_share(3, 0, RANGE) is None
