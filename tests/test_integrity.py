@@ -26,7 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace
-from headrace._integrity import BlockCache, Digest, KnownBlocks, LearnedBlocks, Subject, VerifiedSource, digest_of, verified
+from headrace._block_cache import BlockCache
+from headrace._digests import Digest, digest_of
+from headrace._integrity import VerifiedSource, verified
+from headrace._ledgers import KnownBlocks, LearnedBlocks, Subject
 from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, resolve_limits
 from headrace._manifest import (
     HEAD_NBYTES,

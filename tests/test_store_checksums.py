@@ -17,7 +17,7 @@ from gcs_server import GcsServer
 from http_servers import fault
 
 import headrace
-from headrace._integrity import HASHERS, digest_of, uncomputed
+from headrace._digests import HASHERS, digest_of, uncomputed
 from headrace.errors import IntegrityError, OptionError, SourceChangedError, SourcePermissionError
 from headrace.sources.azure import AzureCredentials, AzureStore
 from headrace.sources.azure._store import parse_checksums as parse_azure

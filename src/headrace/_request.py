@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from headrace._blocks import Blocks, choose_blocked, in_blocks
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
-from headrace._integrity import LearnedBlocks, VerifiedSource
+from headrace._integrity import VerifiedSource
 from headrace._interpreter import gc_paused
+from headrace._ledgers import LearnedBlocks
 from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, cast_place, resolve_limits, resolve_staging
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, Plan, SourceAbilities

@@ -11,7 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from headrace._integrity import BlockCache, KnownBlocks, KnownTwice, LearnedBlocks, Subject, digest_of, uncomputed, verified
+from headrace._block_cache import BlockCache
+from headrace._digests import digest_of, uncomputed
+from headrace._integrity import verified
+from headrace._ledgers import KnownBlocks, KnownTwice, LearnedBlocks, Subject
 from headrace._manifest import (
     BLOCK_NBYTES,
     HEAD_NBYTES,

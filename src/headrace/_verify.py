@@ -20,14 +20,17 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+from headrace._block_cache import BlockCache
 from headrace._crew import work_off
-from headrace._integrity import BlockCache, KnownBlocks, LearnedBlocks, Subject, VerifiedSource, digest_of, uncomputed, verified
+from headrace._digests import digest_of, uncomputed
+from headrace._integrity import VerifiedSource, verified
 from headrace._interpreter import switching_fast
+from headrace._ledgers import LearnedBlocks, Ledger, Subject
 from headrace._machine import available_cpus
 from headrace._manifest import BLOCK_NBYTES, MANIFEST_NAME, Blocks, FileDigests, Manifest, head_nbytes_of
 from headrace._verification import against_manifest, default_cut, find_manifest, nothing_to_check
 from headrace.errors import DestinationError, IntegrityError, SourceError, SourceNotFoundError
-from headrace.sources.base import ByteSource, Folder, aligned_source, is_remote
+from headrace.sources.base import ByteSource, Folder, is_remote, read_as_preferred
 
 _SUFFIX: Final = ".safetensors"
 _NETWORK_CONCURRENCY: Final = 16
@@ -231,7 +234,7 @@ class _File:
     name: str
     nbytes: int = 0
     source: ByteSource | None = None
-    ledger: KnownBlocks | LearnedBlocks | None = None
+    ledger: Ledger | None = None
     checked_by: str = ""
     status: Status = "ok"
     detail: str = ""
@@ -411,7 +414,7 @@ class _Run:
             source.check_unchanged()
             return
         start, end = file.ledger.cut.bounds(block)
-        _read(source, start, end - start, buffer.view(end - start))
+        read_as_preferred(source, start, end - start, buffer.view(end - start))
         source.check_unchanged()
         with self._counting:
             self._nbytes += end - start
@@ -472,17 +475,6 @@ def _cut(name: str, source: ByteSource) -> Blocks:
     source.read_into(0, memoryview(first))
     is_shard = name.endswith(_SUFFIX)
     return Blocks(source.nbytes, head_nbytes_of(bytes(first), nbytes=source.nbytes, is_shard=is_shard), BLOCK_NBYTES)
-
-
-def _read(source: ByteSource, offset: int, nbytes: int, view: memoryview) -> None:
-    """Read past the page cache where the source likes that better."""
-    aligned = aligned_source(source)
-    if aligned is not None and aligned.prefers_direct(offset, nbytes):
-        rounded = -(-nbytes // aligned.block_nbytes) * aligned.block_nbytes
-        if rounded <= len(view):
-            aligned.read_direct_into(offset, view[:rounded])
-            return
-    source.read_into(offset, view[:nbytes])
 
 
 def _close_source(file: _File) -> None:

@@ -85,6 +85,17 @@ def aligned_source(source: ByteSource) -> AlignedSource | None:
     return cast(AlignedSource, source) if hasattr(source, "read_direct_into") else None
 
 
+def read_as_preferred(source: ByteSource, offset: int, nbytes: int, memory: memoryview) -> None:
+    """Fill the first `nbytes` of memory that begins at a page, past the page cache where the source prefers that and it fits."""
+    aligned = aligned_source(source)
+    if aligned is not None and offset % aligned.block_nbytes == 0 and aligned.prefers_direct(offset, nbytes):
+        rounded = -(-nbytes // aligned.block_nbytes) * aligned.block_nbytes
+        if rounded <= len(memory):
+            aligned.read_direct_into(offset, memory[:rounded])
+            return
+    source.read_into(offset, memory[:nbytes])
+
+
 @runtime_checkable
 class JoiningSource(ByteSource, Protocol):
     """A source that fetches neighbouring ranges with one request, whatever memory each of them belongs to."""
