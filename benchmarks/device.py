@@ -46,7 +46,7 @@ def main() -> int:
         for case in cases:
             found = _measure(case, wanted, Path(source))
             data["device"] = found.pop("device", data.get("device", ""))
-            data["cases"][case.name] = {"title": case.title, **found}
+            data["cases"][case.name] = {"title": case.title, "is_of": case.is_of, **found}
             device_report.show(case, found, simulated=wanted.simulated)
     wanted.out.mkdir(parents=True, exist_ok=True)
     path = wanted.out / ("device-simulated.json" if wanted.simulated else "device.json")

@@ -53,6 +53,17 @@ def test_a_simulated_run_counts_and_calls_nothing_a_speed(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @needs_compiler
+def test_reading_is_measured_against_bare_reads(tmp_path: Path) -> None:
+    output = run("--simulated", "--quick", "--rounds", "1", "--cases", "reading", "--data", tmp_path, "--out", tmp_path)
+    assert "0.95 × bare reads" in output
+    ways = json.loads((tmp_path / "device-simulated.json").read_text())["cases"]["reading"]["ways"]
+    assert [way["skipped"] for way in ways.values()] == ["", "", ""]
+    assert len({way["samples"][0]["bytes"] for way in ways.values()}) == 1
+    assert not (tmp_path / "device-simulated.png").exists(), "there is nothing of a device to show"
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_what_a_chunk_costs_in_python_is_measured_over_a_runtime_that_does_nothing(tmp_path: Path) -> None:
     output = run("--simulated", "--quick", "--rounds", "1", "--cases", "python", "--data", tmp_path, "--out", tmp_path)
     assert "µs a chunk" in output
@@ -72,7 +83,7 @@ def test_goals_of_a_gpu_and_of_a_simulated_one_are_told_apart() -> None:
         for goal in case.goals:
             assert {goal.way, *([goal.against] if goal.against else [])} <= names[case.name]
             assert goal.counts(simulated=False) or goal.counts(simulated=True)
-            assert (goal.metric == "python") == (goal.counts(simulated=False) and goal.counts(simulated=True))
+            assert (case.is_of != "device") == (goal.counts(simulated=False) and goal.counts(simulated=True))
     ways = {
         "a": {"samples": [{"bytes": 300, "seconds": 1.0, "bus": 0.5}]},
         "b": {"samples": [{"bytes": 100, "seconds": 1.0}]},

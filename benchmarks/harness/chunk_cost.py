@@ -1,4 +1,4 @@
-"""What a chunk costs in Python on its way to a device: CPU time of threads, over a runtime whose calls do nothing, at once.
+"""What a chunk costs on its way to a device whose runtime does nothing, at once: CPU time of Python; and a floor for reading.
 
 Warm, a chunk behind the other; and cold, with as many bytes moved before each as a reader copies out of the page cache, which
 leaves little of the interpreter in the CPUs' caches. The time of a whole load is that of all threads together, its plan included,
@@ -12,6 +12,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,30 @@ def whole(folder: Path) -> Iterator[Callable[[], float]]:
     finally:
         headrace.release_staging()
         path.unlink()
+
+
+def bare_reads(files: Sequence[str], *, threads: int, chunk_nbytes: int) -> Callable[[], dict[str, Any]]:
+    """What reads the files by this many threads, each into a slot of its own that was touched before."""
+    ring = Region(threads * chunk_nbytes)
+    ring.populate(0, ring.nbytes)
+    chunks = [(file, offset) for file in files for offset in range(0, os.path.getsize(file), chunk_nbytes)]
+
+    def go() -> dict[str, Any]:
+        opened = {file: os.open(file, os.O_RDONLY) for file in files}
+        left = iter(chunks)  # `next` of it is one step
+
+        def read(slot: memoryview) -> None:
+            for file, offset in left:
+                os.preadv(opened[file], [slot], offset)
+
+        slots = [ring.view[i * chunk_nbytes : (i + 1) * chunk_nbytes] for i in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(read, slots))
+        for descriptor in opened.values():
+            os.close(descriptor)
+        return {"sent": None, "copies": len(chunks), "pinned": None}
+
+    return go
 
 
 @contextmanager

@@ -200,7 +200,35 @@ def chunk(bench: Bench, *, of: str, **arguments: Any) -> Iterator[Go]:
             yield lambda: {"python": measured(), "sent": None, "copies": None, "pinned": None}
 
 
-_WAYS = {"bare": bare, "ours": ours, "held": held, "converting": converting, "tuned": tuned, "peer": peer, "chunk": chunk}
+@contextmanager
+def to_nowhere(bench: Bench, **arguments: Any) -> Iterator[Go]:
+    """`stream` to a device whose copies are done at once."""
+    there = Bench(chunk_cost.null_device(), bench.files, nbytes=bench.nbytes)
+    try:
+        yield lambda: _streamed(there, bench.files, pin="require", **arguments)
+    finally:
+        headrace.release_staging()
+
+
+@contextmanager
+def reads(bench: Bench) -> Iterator[Go]:
+    """The files by as many threads, and as much at once, as `to_nowhere` reads; each into a slot of its own that was touched."""
+    limits = headrace.plan(bench.files, device=chunk_cost.null_device()).limits
+    assert limits.staging is not None
+    yield chunk_cost.bare_reads(bench.files, threads=limits.concurrency, chunk_nbytes=limits.staging.chunk_nbytes)
+
+
+_WAYS = {
+    "bare": bare,
+    "ours": ours,
+    "held": held,
+    "converting": converting,
+    "tuned": tuned,
+    "peer": peer,
+    "chunk": chunk,
+    "to_nowhere": to_nowhere,
+    "reads": reads,
+}
 
 
 def sample(bench: Bench, go: Go) -> dict[str, Any]:
@@ -209,7 +237,7 @@ def sample(bench: Bench, go: Go) -> dict[str, Any]:
     started, cpu = time.perf_counter(), time.process_time()
     found = go()
     found |= {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu, "bytes": bench.nbytes}
-    if before is not None and "python" not in found:
+    if before is not None and bench.runtime.stats() != before:
         after = bench.runtime.stats()
         sent = [getattr(after, f"h2d_{kind}_nbytes") - getattr(before, f"h2d_{kind}_nbytes") for kind in ("pinned", "pageable")]
         found |= {"sent": sum(sent), "pageable": sent[1], "bus": sum(sent) / _BUS / found["seconds"]}

@@ -23,10 +23,11 @@ def show(case: DeviceCase, found: Mapping[str, Any], *, simulated: bool) -> None
         print(f"  FAILED: {found['failed']}")
         return
     measured = {name: way for name, way in found["ways"].items() if way["samples"]}
-    if case.is_of_python:
+    if case.is_of == "python":
         head, rows = ["way", "µs a chunk"], [[name, f"{figure(way, 'python'):.1f}"] for name, way in measured.items()]
     else:
-        head, rows = _head(simulated=simulated), [row(*each, found["ways"], simulated=simulated) for each in measured.items()]
+        of_bus = simulated and case.is_of == "device"
+        head, rows = _head(simulated=of_bus), [row(*each, found["ways"], simulated=of_bus) for each in measured.items()]
     print(aligned([head, *rows]))
     for name, way in found["ways"].items():
         if way["skipped"]:
@@ -63,7 +64,7 @@ def row(name: str, way: Mapping[str, Any], ways: Mapping[str, Any], *, simulated
 def figure(way: Mapping[str, Any], metric: str) -> float:
     """The median of a metric of `DeviceGoal`."""
     samples = way["samples"]
-    if metric == "speed":
+    if metric in ("speed", "reads"):
         return median(sample["bytes"] / sample["seconds"] for sample in samples)
     if metric == "sent":
         return median(sample["sent"] / sample["bytes"] for sample in samples)
@@ -100,11 +101,9 @@ def draw(data: Mapping[str, Any], path: Path) -> list[Path]:
     """The chart's path; nothing where there is no matplotlib, or nothing to show."""
     metric, scale = ("bus", 1.0) if data["simulated"] else ("speed", 1e9)
     cases = [
-        (
-            case["title"],
-            [(name, way) for name, way in case["ways"].items() if way["samples"] and "python" not in way["samples"][0]],
-        )
+        (case["title"], [(name, way) for name, way in case["ways"].items() if way["samples"]])
         for case in data["cases"].values()
+        if case["is_of"] == "device"
     ]
     cases = [(title, ways) for title, ways in cases if ways]
     try:
