@@ -47,6 +47,8 @@ class Residency:
     def mostly_cached(self, fd: int, offset: int, nbytes: int) -> bool:
         """Whether at least half of the 64 MiB ranges that this one touches count as cached."""
         first, last = offset // _RANGE_NBYTES, (offset + max(nbytes, 1) - 1) // _RANGE_NBYTES
+        if first == last:
+            return self._is_cached(fd, first)
         return 2 * sum(self._is_cached(fd, index) for index in range(first, last + 1)) >= last + 1 - first
 
     def _is_cached(self, fd: int, index: int) -> bool:
