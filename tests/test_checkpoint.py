@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import logging
 import os
@@ -447,6 +449,34 @@ def test_totals_and_metadata_are_those_of_all_shards_and_the_first_one_wins() ->
         assert checkpoint.shards == ("memory:/m/a.safetensors", "memory:/m/b.safetensors", "memory:/m/c.safetensors")
         assert "4 tensors" in repr(checkpoint)
         assert "memory:/m" in repr(checkpoint)
+        assert "in 3 shards" in repr(checkpoint)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_open_checkpoint_is_not_duplicated_and_loads_afterwards(duplicate: Callable[[object], object], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(shard("a", "b"))
+    with headrace.open(tmp_path) as checkpoint:
+        with pytest.raises(TypeError, match="open its url again"):
+            duplicate(checkpoint)
+        gc.collect()  # half a duplicate would close what the checkpoint reads
+        assert headrace.load(checkpoint, names="b")["b"].tolist() == [1.0, 1.0]
+
+
+def test_a_file_that_is_given_twice_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(shard("a"))
+    with pytest.raises(FormatError, match="is given twice"):
+        headrace.open([tmp_path / "model.safetensors"] * 2)
+
+
+def test_a_folder_of_folders_is_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    with pytest.raises(SourceNotFoundError, match="holds no file itself; open the folder of the shards"):
+        headrace.open(tmp_path)
+
+
+def test_bytes_are_no_list_of_paths() -> None:
+    with pytest.raises(OptionError, match="not bytes"):
+        headrace.open(b"model")  # type: ignore[arg-type]
 
 
 def test_totals_leave_out_what_the_index_leaves_out() -> None:

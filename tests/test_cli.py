@@ -413,7 +413,7 @@ def test_full_disk_is_an_error(model: Path) -> None:
     with open("/dev/full", "w") as full, start("inspect", model, stdout=full) as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "No space left" in only_line(err)
+    assert "cannot write the output: No space left" in only_line(err)
 
 
 @pytest.mark.parametrize("closed", ["stdout", pytest.param("stderr", marks=pytest.mark.slow)])

@@ -656,7 +656,13 @@ def test_shards_without_wanted_tensors_are_neither_read_nor_counted() -> None:
     plan = make_plan(headers, [[], None, []], [SourceAbilities("file", cached=True)] * 3, Limits(2, MIB))
     assert [route.route for route in plan.routes] == ["none", "straight", "none"]
     assert {read.shard for read in plan.reads} == {1}
-    assert "in 1 shard(s) of 3" in str(plan)
+    assert "in 1 of 3 shards" in str(plan)
+
+
+def test_the_repr_of_a_plan_is_its_size_and_not_its_tables() -> None:
+    header = make_header([("w", "F32", [64])])
+    plan = make_plan([header], [None], [SourceAbilities("file", cached=True)], Limits(2, MIB))
+    assert repr(plan) == "<Plan: 1 tensor, 256 B in 1 of 1 shard>"
 
 
 def test_explanation_names_casts_and_what_was_left_alone() -> None:

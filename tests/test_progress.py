@@ -108,6 +108,20 @@ def test_slowest_stage_is_who_was_waited_for(waits: dict[str, float], slowest: s
 # -- the shape of the statistics -----------------------------------------------------------------------------------------------
 
 
+def test_statistics_are_printed_as_lines_that_name_route_and_waits(model: Path) -> None:
+    with headrace.stream(model) as stream:
+        total = sum(1 for _ in stream)
+    first, waited, memory, route = str(stream.stats).splitlines()
+    assert first.startswith(f"{total} of {total} tensors to cpu; ")
+    assert f"slowest: {stream.stats.slowest}" in waited
+    assert "of a limit of" in memory
+    assert stream.stats.routes[0][2] in route
+
+
+def test_degraded_loads_are_printed_as_such() -> None:
+    assert str(Snapshot(degraded=("read unchecked",))).endswith("degraded read unchecked")
+
+
 def test_statistics_survive_json(model: Path) -> None:
     with headrace.stream(model) as stream:
         for _ in stream:

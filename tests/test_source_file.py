@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
+import gc
 import itertools
 import mmap
 import os
@@ -724,6 +726,16 @@ def test_overlayfs_is_not_taken_for_cold_when_it_is_cached(overlay: Path) -> Non
     assert source.prefers_direct(0, 4 * MIB)
     source.read_direct_into(0, aligned_memory(MIB))
     assert source.read_nbytes["direct"] == MIB
+    source.close()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_half_a_duplicate_closes_nothing(path: Path, duplicate: Callable[[object], object]) -> None:
+    source = FileSource(path)
+    with pytest.raises(TypeError):
+        duplicate(source)
+    gc.collect()
+    assert read(source, 0, 5) == DATA[:5]
     source.close()
 
 

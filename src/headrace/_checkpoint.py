@@ -19,7 +19,7 @@ from heapq import nlargest
 from itertools import accumulate, chain
 from operator import sub
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from typing_extensions import Self
 
@@ -121,7 +121,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return name in self.where
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.url}: {len(self):,} tensors in {len(self.headers)} shard(s), {self.nbytes:,} bytes>"
+        shards = f"{len(self.headers):,} shard{'' if len(self.headers) == 1 else 's'}"
+        return f"<{type(self).__name__} {self.url}: {len(self):,} tensors in {shards}, {self.nbytes:,} bytes>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an open checkpoint cannot be pickled or copied; open its url again where it is needed")
 
     def close(self) -> None:
         """Close the shards. The names and shapes stay readable. May be called twice."""
@@ -305,6 +309,8 @@ def _repeated_name(headers: Sequence[Header], rows: Sequence[list[int] | None]) 
     for header, kept in zip(headers, rows, strict=True):
         for row in range(len(header.names)) if kept is None else kept:
             name = header.names[row]
+            if name in seen and seen[name] == header.url:
+                return FormatError(f"{header.url} is given twice; give each file once", url=header.url, tensor=name)
             if name in seen:
                 return FormatError(
                     f"tensor {name!r} is in {seen[name]} and in {header.url}, and no index says which one counts; "
@@ -336,7 +342,7 @@ def _unindexed_shards(folder: Folder, present: Sequence[str]) -> list[str]:
     names = [name for name in present if name.endswith(_SUFFIX) and not name.startswith(".")]
     if not names:
         others = ", ".join(sorted(present)[:3])
-        seen = f"it holds {others}{', ...' if len(present) > 3 else ''}" if present else "it is empty"
+        seen = f"it holds {others}{', ...' if len(present) > 3 else ''}" if present else "it holds no file itself"
         what_to_do = _CONVERT if any(name.endswith(_OTHER_FORMATS) for name in present) else "open the folder of the shards"
         raise SourceNotFoundError(f"no *.safetensors file in {folder.url}: {seen}; {what_to_do}", url=folder.url)
     _check_numbered_sets(folder, names)

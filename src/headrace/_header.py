@@ -134,7 +134,12 @@ def header_nbytes(first: bytes, *, url: str, nbytes: int) -> int:
         FormatError: no safetensors file begins like this, or the file is cut inside its header.
     """
     if nbytes < 8 or len(first) < 8:
-        raise _refusal(url, f"{nbytes} bytes are too few for a safetensors file, which begins with 8 of header length", first)
+        raise _refusal(
+            url,
+            f"{nbytes} bytes are too few for a safetensors file, which begins with 8 of header length; an incomplete download? "
+            "Fetch it again",
+            first,
+        )
     length = int.from_bytes(first[:8], "little")
     if length > MAX_HEADER_NBYTES:
         raise _refusal(url, f"the header length is {length} bytes, over the format's limit of {MAX_HEADER_NBYTES}", first)

@@ -231,7 +231,7 @@ class Tensors:
         return len(self.names)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """A load, decided but not done. `str(plan)` explains it; printing it costs nothing and reads nothing.
 
@@ -277,13 +277,15 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(_explain(self))
 
+    def __repr__(self) -> str:
+        return f"<Plan: {_size(self)}>"  # the tables of a large model are megabytes of text
+
 
 # -- in words ------------------------------------------------------------------------------------------------------------------
 
 
 def _explain(plan: Plan) -> Iterator[str]:
-    used = sum(route.route != "none" for route in plan.routes)
-    yield f"{len(plan.tensors):,} tensors, {format_nbytes(plan.wanted_nbytes)} in {used} shard(s) of {len(plan.routes)}"
+    yield _size(plan)
     surplus = plan.surplus_nbytes
     extra = f", {format_nbytes(surplus)} of them surplus (cheaper read than skipped)" if surplus else ""
     requests = f"{plan.requests:,} requests for {format_nbytes(plan.read_nbytes)}"
@@ -305,6 +307,12 @@ def _explain(plan: Plan) -> Iterator[str]:
     for (route, reason), group in groupby(sorted(plan.routes, key=lambda r: r[1:]), key=lambda r: r[1:]):
         urls = [r.url for r in group]
         yield f"route    {route}: {reason} ({_shortened(urls)})"
+
+
+def _size(plan: Plan) -> str:
+    used, shards = sum(route.route != "none" for route in plan.routes), len(plan.routes)
+    tensors = f"{len(plan.tensors):,} tensor{'' if len(plan.tensors) == 1 else 's'}"
+    return f"{tensors}, {format_nbytes(plan.wanted_nbytes)} in {used:,} of {shards:,} shard{'' if shards == 1 else 's'}"
 
 
 def _explain_staging(plan: Plan, staging: Staging) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A load at one moment. Bytes are bytes, times are seconds of wall clock.
+    """A load at one moment. Bytes are bytes, times are seconds of wall clock. `str(snapshot)` says the most of it in a few lines.
 
     Attributes:
         seconds: since the stream was opened, until it ended.
@@ -112,6 +112,21 @@ class Snapshot:
         memory = min(self.source_wait_s, max(0.0, self.memory_wait_s - self.caller_s))
         waits = {"source": self.source_wait_s - memory, "caller": self.caller_s, "memory": memory}
         return max(waits, key=lambda stage: waits[stage])
+
+    def __str__(self) -> str:
+        read = f"{self.read_nbytes / 2**20:,.1f} MiB read in {self.seconds:.3f} s, {self.rate / 1e9:.2f} GB/s"
+        waits = f"{self.source_wait_s:.3f} s for the source, {self.memory_wait_s:.3f} s for memory"
+        peak = f"{self.peak_nbytes / 2**20:,.1f} MiB"
+        ways = sorted({(route, reason) for _, route, reason in self.routes if route != "none"})
+        return "\n".join(
+            [
+                f"{self.tensors:,} of {self.total_tensors:,} tensors to {self.device}; {read}",
+                f"waited   {waits}, {self.caller_s:.3f} s for the caller; slowest: {self.slowest}",
+                f"memory   {peak} at most, of a limit of {self.memory_limit / 2**20:,.1f} MiB",
+                *(f"route    {route}: {reason}" for route, reason in ways),
+                *(f"degraded {fallback}" for fallback in self.degraded),
+            ]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain data for JSON. Names are stable; new ones may be added. docs/stats.md describes them."""

@@ -64,7 +64,7 @@ class Package(NamedTuple):
 
 
 def doctor(
-    path: Annotated[str, typer.Argument(metavar="[PATH]", help="A file, or a folder with files, as models lie here.")] = ".",
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, or a folder with files, as models lie here.")] = ".",
     device: Device = "cuda",
     as_json: Json = False,
     gpu: Annotated[
@@ -77,7 +77,10 @@ def doctor(
         bool, typer.Option("--simulated", help="With --gpu: what the simulated GPU answers, on any machine with a C compiler.")
     ] = False,
 ) -> None:
-    """Show what this machine has for loads: GPU, page-locked memory, storage, packages, and why what is missing is missing."""
+    """Show what this machine has for loads, and why what is missing is missing.
+
+    GPU, page-locked memory, storage and packages are looked at.
+    """
     if gpu or simulated:
         _check_gpu_options(device, gpu=gpu)
         _try_out(Path(path), as_json=as_json, simulated=simulated)

@@ -5,6 +5,7 @@ An error is one line on stderr, whatever characters a file or tensor name puts i
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -63,13 +64,19 @@ def endings(*, debug: bool, flags: Mapping[str, str] = MappingProxyType({})) -> 
         ) from None
     except (OSError, MemoryError) as error:
         _discard_stdout()  # it may be what failed, on a full disk
-        raise _ended("error", str(error) or type(error).__name__, DATA, debug=debug) from None
+        raise _ended("error", _of_the_system(error), DATA, debug=debug) from None
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
             text = f"loading needs {error.name}, which is not installed here; try: pip install 'headrace[torch]'"
             raise _ended("error", text, DATA, debug=debug) from None
         text = f"{type(error).__name__}: {error}; this is a bug in headrace, and --debug shows where"
         raise _ended("internal error", text, BUG, debug=debug) from error
+
+
+def _of_the_system(error: OSError | MemoryError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return f"cannot write the output: {error.strerror}; free some, or send it elsewhere"
+    return str(error) or type(error).__name__
 
 
 def _ended(kind: str, text: str, code: int, *, debug: bool) -> typer.Exit:

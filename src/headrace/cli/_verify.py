@@ -42,7 +42,7 @@ def verify(
     concurrency: Concurrency = None,
     as_json: Json = False,
 ) -> None:
-    """Check every byte against a manifest or the hub's digests.
+    """Check every byte against a manifest, or against what its store says.
 
     With --write or --out it writes a manifest of the files as they are, for later checks and for verify= while loading.
     """

@@ -15,7 +15,7 @@ import stat
 import threading
 from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NoReturn, TypeVar
 
 from headrace._addresses import address_of
 from headrace.errors import OptionError, SourceChangedError, SourceError, TruncatedError
@@ -307,8 +307,9 @@ class FileSource:
 
     def _closed(self, offset: int | None = None, nbytes: int | None = None) -> SourceError:
         return SourceError(
-            f"{self.url} is read after it was closed", url=self.url, offset=offset, nbytes=nbytes, status=errno.EBADF
-        )
+            f"{self.url} is read after it was closed; open it again",
+            url=self.url, offset=offset, nbytes=nbytes, status=errno.EBADF,
+        )  # fmt: skip
 
 
 class _Descriptor:
@@ -322,6 +323,10 @@ class _Descriptor:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+
+    def __reduce__(self) -> NoReturn:
+        # Two objects would close one number, which may be another file's by then.
+        raise TypeError("an open file cannot be pickled or copied; open it again where it is needed")
 
     def __del__(self, _close=os.close) -> None:  # type: ignore[no-untyped-def]  # bound here: `os` may be gone at exit
         _close(self.fd)
