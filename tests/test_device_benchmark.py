@@ -93,3 +93,18 @@ def test_goals_of_a_gpu_and_of_a_simulated_one_are_told_apart() -> None:
     assert verdict(DeviceGoal("x", "speed", "a", "b", at_least=3.1), ways).startswith("MISS")
     assert verdict(DeviceGoal("x", "bus", "a", at_most=0.4), ways).startswith("MISS")
     assert "not measured" in verdict(DeviceGoal("x", "speed", "a", "c", at_least=1), ways)
+
+
+def rate(slots: int, **machine: float) -> float:
+    from ring import Machine, Ring
+
+    usual = {"readers": 4, "reads": 4e9, "bus": 4e9, "chunk_nbytes": 1 << 20, "python_s": 0.0, "varies": 0.0}
+    return float(Ring(Machine(**{**usual, **machine}), slots).rate())
+
+
+def test_the_model_of_the_ring_has_the_rate_of_whatever_is_slowest() -> None:
+    assert rate(8, bus=1e9) == pytest.approx(1e9, rel=0.01)
+    assert rate(8, reads=1e9) == pytest.approx(1e9, rel=0.01)
+    assert rate(8, reads=8e9, bus=8e9, python_s=2**20 / 2e9) == pytest.approx(2e9, rel=0.01)
+    assert rate(2) < 0.6 * rate(8), "two slots are filled by two of the readers"
+    assert rate(5, varies=0.3) < rate(12, varies=0.3) < 4e9
