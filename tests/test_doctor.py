@@ -197,6 +197,7 @@ class TestCommand:
     def test_a_path_that_is_not_there_is_a_finding_and_no_error(self, tmp_path: Path) -> None:
         assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none")]).exit_code == 0
 
+    @pytest.mark.slow  # imports torch anew
     def test_it_is_installed(self, model: Path) -> None:
         done = subprocess.run([HEADRACE, "doctor", model], capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")

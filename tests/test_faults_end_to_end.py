@@ -64,7 +64,8 @@ from headrace.testing.s3server import (
 pytest.importorskip("botocore")
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("aws_says_nothing")]
 
-SHARDS, TENSORS, TENSOR_NBYTES = 4, 4, 3 * MIB
+SHARDS, TENSORS, TENSOR_NBYTES = 4, 4, MIB
+LARGE_NBYTES = 3 * TENSOR_NBYTES  # shards of more than a pull asks for at once
 PREFIX = "llama/8b"
 URL = f"s3://models/{PREFIX}"
 PAST_OPENING = 64 * KIB  # an object is opened with a request for this much
@@ -92,10 +93,9 @@ class Model:
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def make(root: Path, tensor_nbytes: int) -> Model:
     """Four shards with an index; every tensor differs from every other."""
-    found = Model(tmp_path_factory.mktemp("buckets"), random_contents(*[TENSOR_NBYTES + i for i in range(SHARDS * TENSORS)]))
+    found = Model(root, random_contents(*[tensor_nbytes + i for i in range(SHARDS * TENSORS)]))
     found.folder.mkdir(parents=True)
     names, weight_map = list(found.contents), dict[str, str]()
     for shard in range(SHARDS):
@@ -106,6 +106,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     (found.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (found.folder / "config.json").write_text("{}")
     return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make(tmp_path_factory.mktemp("buckets"), TENSOR_NBYTES)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make(tmp_path_factory.mktemp("large"), LARGE_NBYTES)
 
 
 @pytest.fixture
@@ -130,6 +140,12 @@ def serving(model: Model, *rules: Rule, **options: Any) -> Iterator[S3Server]:
 
 def credentials(server: S3Server, **more: Any) -> S3Credentials:
     return S3Credentials(access_key_id="AKTEST", secret_access_key="SKTESTSECRET", endpoint=server.url, **more)
+
+
+def model_for(verb: str, request: pytest.FixtureRequest) -> Model:
+    found = request.getfixturevalue("large" if verb == "pull" else "model")
+    assert isinstance(found, Model)
+    return found
 
 
 def run(verb: str, model: Model, server: S3Server, dst: Path, *, url: str = URL, **options: Any) -> headrace.Snapshot | None:
@@ -193,9 +209,10 @@ CURED: dict[str, tuple[Action, dict[str, Any]]] = {
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("fault", CURED)
 def test_a_request_that_fails_once_costs_little_and_ends_in_right_bytes(
-    fault: str, verb: str, model: Model, tmp_path: Path
+    fault: str, verb: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     action, options = CURED[fault]
+    model = model_for(verb, request)
     with serving(model, Rule(action, key="*.safetensors", min_start=PAST_OPENING, skip=1, times=1)) as server:
         run(verb, model, server, tmp_path / "dst", **options)
         assert sum(request.action is not None for request in server.requests) == 1
@@ -220,7 +237,8 @@ def test_a_listing_that_fails_is_made_again(fault: str, model: Model, tmp_path: 
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_many_kinds_of_failures_at_once_end_in_right_bytes(verb: str, model: Model, tmp_path: Path) -> None:
+def test_many_kinds_of_failures_at_once_end_in_right_bytes(verb: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    model = model_for(verb, request)
     kinds = [Status(503), Reset(), Short(), Hangup(), Status(500, "InternalError"), WrongRange(by=64), Fewer(5)]
     rules = [Rule(kind, key="*.safetensors", skip=2 * index, times=1) for index, kind in enumerate(kinds)]
     with serving(model, *rules) as server:
@@ -229,18 +247,19 @@ def test_many_kinds_of_failures_at_once_end_in_right_bytes(verb: str, model: Mod
 
 
 @pytest.mark.slow
-def test_a_slow_range_is_asked_for_twice_and_the_rest_is_not(model: Model, tmp_path: Path) -> None:
-    with serving(model, Rule(Trickle(200.0), key="*.safetensors", min_start=PAST_OPENING, skip=9, times=1)) as server:
-        stats = run("stream", model, server, tmp_path)
+def test_a_slow_range_is_asked_for_twice_and_the_rest_is_not(large: Model, tmp_path: Path) -> None:
+    with serving(large, Rule(Trickle(200.0), key="*.safetensors", min_start=PAST_OPENING, skip=9, times=1)) as server:
+        stats = run("stream", large, server, tmp_path)
         assert stats is not None
         assert stats.hedged >= 1
-        assert stats.hedged_nbytes <= TENSOR_NBYTES + SHARDS * TENSORS
-        assert server.bytes_asked < 1.2 * model.nbytes
+        assert stats.hedged_nbytes <= LARGE_NBYTES + SHARDS * TENSORS
+        assert server.bytes_asked < 1.2 * large.nbytes
         assert sum(request.left_early for request in server.requests) == 1
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_keys_that_expire_in_mid_load_are_renewed(verb: str, model: Model, tmp_path: Path) -> None:
+def test_keys_that_expire_in_mid_load_are_renewed(verb: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    model = model_for(verb, request)
     tokens = ["token-number-one"]
 
     def give() -> S3Credentials:
@@ -312,7 +331,7 @@ ENDINGS = {
     "stall": Ending(Stall(after=0), HttpTimeoutError, 206, options=BRISK, is_also=SourceTimeoutError),
     "slow start": Ending(SlowStart(60.0), HttpTimeoutError, options=BRISK, is_also=TimeoutError, has_request=False),
     "trickle": Ending(Trickle(2000.0), HttpTimeoutError, 206, attempts=1, options={"deadline_s": 1.5}, is_also=TimeoutError),
-    "fewer": Ending(Fewer(TENSOR_NBYTES * 4), HttpTruncatedError, is_also=TruncatedError, has_request=False),
+    "fewer": Ending(Fewer(LARGE_NBYTES * 4), HttpTruncatedError, is_also=TruncatedError, has_request=False),
     "ignored range": Ending(IgnoreRange(), WrongRangeError, 200, attempts=2),
     "wrong range": Ending(WrongRange(by=-4096), WrongRangeError, 206, attempts=2),
     "extra": Ending(Extra(10), WrongRangeError, 206, attempts=2),
@@ -331,8 +350,8 @@ FAILING = "model-00003-of-00004.safetensors"
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("fault", ENDINGS)
-def test_a_fault_that_stays_is_the_right_error(fault: str, verb: str, model: Model, tmp_path: Path) -> None:
-    ending = ENDINGS[fault]
+def test_a_fault_that_stays_is_the_right_error(fault: str, verb: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    ending, model = ENDINGS[fault], model_for(verb, request)
     with serving(model, Rule(ending.action, key=f"*/{FAILING}", min_start=2 * MIB)) as server:
         with pytest.raises(ending.error) as caught:
             run(verb, model, server, tmp_path / "dst", attempts=3, **ending.options)
@@ -386,13 +405,13 @@ def test_an_opening_that_keeps_failing_is_the_right_error(fault: str, verb: str,
         assert error.hint
 
 
-def test_a_pull_that_failed_goes_on_where_it_was(model: Model, tmp_path: Path) -> None:
-    with serving(model, Rule(Status(403, "AccessDenied"), key=f"*/{FAILING}", min_start=2 * MIB)) as server:
+def test_a_pull_that_failed_goes_on_where_it_was(large: Model, tmp_path: Path) -> None:
+    with serving(large, Rule(Status(403, "AccessDenied"), key=f"*/{FAILING}", min_start=2 * MIB)) as server:
         with pytest.raises(AccessDeniedError):
-            run("pull", model, server, tmp_path / "dst", concurrency=2)  # what is in flight is asked for again
+            run("pull", large, server, tmp_path / "dst", concurrency=2)  # what is in flight is asked for again
         server.fail()
-        run("pull", model, server, tmp_path / "dst", concurrency=2)
-        assert server.bytes_asked < 1.5 * model.nbytes
+        run("pull", large, server, tmp_path / "dst", concurrency=2)
+        assert server.bytes_asked < 1.5 * large.nbytes
 
 
 # ---- what the statistics say
@@ -401,7 +420,7 @@ def test_a_pull_that_failed_goes_on_where_it_was(model: Model, tmp_path: Path) -
 def test_statistics_are_what_the_server_counted(model: Model, tmp_path: Path) -> None:
     rules = [
         Rule(Status(503), key="*.safetensors", min_start=PAST_OPENING, skip=2, times=2),
-        Rule(Short(after=MIB), key="*.safetensors", min_start=PAST_OPENING, skip=6, times=1),
+        Rule(Short(after=TENSOR_NBYTES // 3), key="*.safetensors", min_start=PAST_OPENING, skip=6, times=1),
     ]
     with serving(model, *rules) as server:
         stats = run("stream", model, server, tmp_path)
@@ -434,7 +453,7 @@ def test_the_command_tells_of_the_network_where_there_is_one(model: Model, monke
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SKTESTSECRET")
         told = " ".join(CliRunner().invoke(app, ["load", URL]).stdout.split())
         assert f"network {len([r for r in server.requests if r.key.endswith('.safetensors')])} requests, 2 made again" in told
-        assert "2 of them put off by the store; 48 MiB received" in told
+        assert "2 of them put off by the store; 16 MiB received" in told
     local = CliRunner().invoke(app, ["load", str(model.folder)]).stdout
     assert "tensors" in local
     assert "network" not in local
@@ -473,15 +492,15 @@ NOW_AND_THEN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", [[], NOW_AND_THEN], ids=["well", "with faults"])
-def test_twenty_loads_hold_no_more_than_three(rules: list[Rule], model: Model, tmp_path: Path) -> None:
-    with serving(model, *rules) as server:
+def test_twenty_loads_hold_no_more_than_three(rules: list[Rule], large: Model, tmp_path: Path) -> None:
+    with serving(large, *rules) as server:
         for _ in range(3):
-            run("stream", model, server, tmp_path, attempts=6)
-            run("load", model, server, tmp_path, attempts=6)
+            run("stream", large, server, tmp_path, attempts=6)
+            run("load", large, server, tmp_path, attempts=6)
         before = settled(server)
         for _ in range(10):
-            run("stream", model, server, tmp_path, attempts=6)
-            run("load", model, server, tmp_path, attempts=6)
+            run("stream", large, server, tmp_path, attempts=6)
+            run("load", large, server, tmp_path, attempts=6)
         after = settled(server)
         assert (after.threads, after.descriptors) == (before.threads, before.descriptors)
         assert after.resident_nbytes - before.resident_nbytes < 16 * MIB
@@ -501,10 +520,10 @@ def close(stream: headrace.TensorStream) -> None:
 @pytest.mark.parametrize("end", [leave, close])
 @pytest.mark.parametrize("action", [None, Stall(after=1000), SlowStart(60.0), Trickle(1000.0)])
 def test_a_load_that_is_abandoned_leaves_nothing(
-    action: Action | None, end: Callable[[headrace.TensorStream], None], model: Model
+    action: Action | None, end: Callable[[headrace.TensorStream], None], large: Model
 ) -> None:
     rules = [Rule(action, key="*.safetensors", min_start=PAST_OPENING, skip=4)] if action else []
-    with serving(model) as server:
+    with serving(large) as server:
         before = Held.now()
         for _ in range(3):
             server.fail(*rules)

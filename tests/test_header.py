@@ -396,6 +396,7 @@ def test_what_writers_write_is_read_fast(spelling: dict[str, Any], metadata: dic
 # ---- the corpus
 
 
+@pytest.mark.slow  # makes the files
 def test_corpus_files_get_the_verdict_of_their_record(corpus: CorpusFolder) -> None:  # noqa: F811  # the fixture
     wrong = []
     for case in corpus.cases:

@@ -38,6 +38,13 @@ class Net(nn.Module):
         return hidden
 
 
+def on_meta() -> Net:
+    """Moved there: torch imports its compiler's decompositions, for seconds, to draw random weights there."""
+    net = Net().to("meta")
+    net.head.weight = net.embed.weight
+    return net
+
+
 def trained(*, tied: bool = True) -> Net:
     """A net with values of its own in every tensor."""
     torch.manual_seed(3)
@@ -240,8 +247,7 @@ def test_a_failed_read_says_what_is_complete() -> None:
 
 
 def test_a_meta_module_is_told_to_assign(tied: Path) -> None:
-    with torch.device("meta"):
-        net = Net()
+    net = on_meta()
     with pytest.raises(OptionError) as caught:
         headrace.load_into(net, tied)
     assert caught.value.option == "assign"
@@ -258,8 +264,7 @@ def test_what_goes_with_assign_only_is_refused_without(tied: Path, arguments: di
 
 
 def test_a_meta_module_takes_the_tensors_of_the_checkpoint(tied: Path) -> None:
-    with torch.device("meta"):
-        net = Net()
+    net = on_meta()
     net.hidden.weight.requires_grad_(False)
     report = headrace.load_into(net, tied, assign=True)
     assert same(net, trained())

@@ -360,6 +360,7 @@ def test_borrowed_tensors_under_inference_mode_are_no_inference_tensors() -> Non
         assert not any(tensor.is_inference() for _, tensor in tensors)
 
 
+@pytest.mark.slow  # torch imports its compiler for an optimizer
 def test_a_train_step_on_loaded_tensors(tmp_path: Path) -> None:
     values = {"weight": np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), "bias": np.zeros(4, np.float32)}
     contents = {name: headrace_entry(array) for name, array in values.items()}

@@ -149,6 +149,7 @@ def test_examples_are_counted_by_property(counts: tuple[str, str]) -> None:
     assert count_examples("\n".join([*parts, "1 passed in 2 s\n"])) == {"test_x": 10}
 
 
+@pytest.mark.slow  # starts pytest
 def test_examples_of_this_hypothesis_are_counted(tmp_path: Path) -> None:
     test = "from hypothesis import given, strategies\n\n@given(strategies.booleans())\ndef test_x(x):\n    pass\n"
     (tmp_path / "tests").mkdir()
