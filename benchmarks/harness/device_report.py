@@ -22,13 +22,7 @@ def show(case: DeviceCase, found: Mapping[str, Any], *, simulated: bool) -> None
     if "failed" in found:
         print(f"  FAILED: {found['failed']}")
         return
-    measured = {name: way for name, way in found["ways"].items() if way["samples"]}
-    if case.is_of == "python":
-        head, rows = ["way", "µs a chunk"], [[name, f"{figure(way, 'python'):.1f}"] for name, way in measured.items()]
-    else:
-        of_bus = simulated and case.is_of == "device"
-        head, rows = _head(simulated=of_bus), [row(*each, found["ways"], simulated=of_bus) for each in measured.items()]
-    print(aligned([head, *rows]))
+    print(aligned(table(case.is_of, found["ways"], simulated=simulated)))
     for name, way in found["ways"].items():
         if way["skipped"]:
             print(f"  skipped: {name}: {way['skipped']}")
@@ -37,10 +31,17 @@ def show(case: DeviceCase, found: Mapping[str, Any], *, simulated: bool) -> None
             print(f"  {verdict(goal, found['ways'])}")
 
 
-def _head(*, simulated: bool) -> list[str]:
-    if simulated:
-        return ["way", "bus in use", "copies", "MiB sent", "pageable MiB"]
-    return ["way", "median s", "GB/s", "CPU-s/GiB", "copies", "× bare"]
+def table(is_of: str, ways: Mapping[str, Any], *, simulated: bool) -> list[list[str]]:
+    """The head and a line for each way that was measured. `is_of`: as of `DeviceCase`."""
+    measured = {name: way for name, way in ways.items() if way["samples"]}
+    if is_of == "python":
+        return [["way", "µs a chunk"], *([name, f"{figure(way, 'python'):.1f}"] for name, way in measured.items())]
+    of_bus = simulated and is_of == "device"
+    if of_bus:
+        head = ["way", "bus in use", "copies", "MiB sent", "pageable MiB"]
+    else:
+        head = ["way", "median s", "GB/s", "CPU-s/GiB", "copies", "× bare"]
+    return [head, *(row(name, way, ways, simulated=of_bus) for name, way in measured.items())]
 
 
 def row(name: str, way: Mapping[str, Any], ways: Mapping[str, Any], *, simulated: bool) -> list[str]:
@@ -103,7 +104,7 @@ def draw(data: Mapping[str, Any], path: Path) -> list[Path]:
     cases = [
         (case["title"], [(name, way) for name, way in case["ways"].items() if way["samples"]])
         for case in data["cases"].values()
-        if case["is_of"] == "device"
+        if case.get("is_of", "device") == "device"
     ]
     cases = [(title, ways) for title, ways in cases if ways]
     try:

@@ -72,21 +72,14 @@ def _case(case: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _device_case(name: str, case: Mapping[str, Any], *, simulated: bool) -> Iterator[str]:
-    ways = {way: found for way, found in case["ways"].items() if found["samples"]}
-    last = (
-        ["bus in use", "copies", "MiB sent", "pageable MiB"]
-        if simulated
-        else ["median s", "GB/s", "CPU-s/GiB", "copies", "× bare"]
-    )
-    rows = []
-    for way, found in ways.items():
-        _, *cells = device_report.row(way, found, case["ways"], simulated=simulated)
-        rows.append([_styled(way, found["role"]), *cells])
-    yield from _table(["way", *last], rows)
+    head, *rows = device_report.table(case.get("is_of", "device"), case["ways"], simulated=simulated)
+    yield from _table(head, [[_styled(way, case["ways"][way]["role"]), *cells] for way, *cells in rows])
     yield ""
     for known in (*CASES, *ON_REQUEST):
         if known.name == name:
-            yield from (f"- {device_report.verdict(goal, case['ways'])}" for goal in known.goals if goal.simulated == simulated)
+            yield from (
+                f"- {device_report.verdict(goal, case['ways'])}" for goal in known.goals if goal.counts(simulated=simulated)
+            )
 
 
 def _median(way: Mapping[str, Any], key: str) -> float:
