@@ -60,3 +60,17 @@ def test_a_short_range_is_asked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_kernel_without_cachestat_is_not_taken_for_one_with_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_residency, "_cachestat_share", lambda *_: None)
     assert _residency._range_share(3, 0, RANGE) is None
+
+
+def test_a_range_is_known_once_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(_residency, "_cachestat_share", kernel(lambda page: page < 16384, asked))  # the first 64 MiB
+    residency = _residency.Residency(3 * RANGE, cachestat=True, mincore=False)
+    assert residency.known(0, MIB) is None
+    assert residency.mostly_cached(3, 0, MIB)
+    assert not residency.mostly_cached(3, RANGE, MIB)
+    seen = len(asked)
+    assert (residency.known(RANGE - MIB, MIB), residency.known(RANGE, RANGE)) == (True, False)
+    assert residency.known(RANGE - MIB, 2 * MIB) is None, "it lies in two"
+    assert residency.known(2 * RANGE, MIB) is None
+    assert len(asked) == seen

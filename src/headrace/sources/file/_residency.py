@@ -44,11 +44,14 @@ class Residency:
         self._sample: float | None = None
         self._ranges: dict[int, bool] = {}  # setdefault: when two threads ask at once, both get the first answer
 
+    def known(self, offset: int, nbytes: int) -> bool | None:
+        """What `mostly_cached` answered of the range that this lies in; None where it lies in several, or nobody asked."""
+        index = offset // _RANGE_NBYTES
+        return self._ranges.get(index) if offset + nbytes <= (index + 1) * _RANGE_NBYTES else None
+
     def mostly_cached(self, fd: int, offset: int, nbytes: int) -> bool:
         """Whether at least half of the 64 MiB ranges that this one touches count as cached."""
         first, last = offset // _RANGE_NBYTES, (offset + max(nbytes, 1) - 1) // _RANGE_NBYTES
-        if first == last:
-            return self._is_cached(fd, first)
         return 2 * sum(self._is_cached(fd, index) for index in range(first, last + 1)) >= last + 1 - first
 
     def _is_cached(self, fd: int, index: int) -> bool:

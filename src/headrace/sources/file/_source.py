@@ -178,6 +178,8 @@ class FileSource:
             return False
         if self._direct_io == "on":
             return self._direct_descriptor() is not None
+        if (known := self._residency.known(offset, nbytes)) is not None:  # before each read, and nearly always so
+            return not known
         if self.filesystem not in BLOCK_FILESYSTEMS.values() or self._direct_descriptor() is None:
             return False
         return not self._residency.mostly_cached(descriptor.fd, offset, nbytes)
