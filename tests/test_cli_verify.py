@@ -18,7 +18,7 @@ from hub_server import serving
 from typer.testing import CliRunner
 
 import headrace
-from headrace import _verify as verify_module
+from headrace import _checking
 from headrace._manifest import BLOCK_NBYTES, HEAD_NBYTES, MANIFEST_NAME
 from headrace.cli import app
 from headrace.errors import DestinationError, FormatError, IntegrityError, OptionError, SourceNotFoundError
@@ -311,7 +311,7 @@ def test_an_error_that_is_no_source_error_ends_it(written: Path) -> None:
 
 
 def test_more_files_than_are_kept_open_are_opened_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "_KEPT_OPEN", 1)
+    monkeypatch.setattr(_checking, "KEPT_OPEN", 1)
     report = headrace.verify(written, concurrency=3)
     assert report.ok
     assert report.verified_nbytes == sum(file.nbytes for file in report.files)

@@ -19,8 +19,9 @@ import pytest
 from http_servers import Server, fault
 
 import headrace
+from headrace._copying import PullProgress
 from headrace._destination import STATE
-from headrace._pull import PullProgress, PullReport, pull_folder
+from headrace._pull import PullReport, pull_folder
 from headrace._verify import verify_folder
 from headrace.errors import (
     DestinationError,
@@ -155,7 +156,7 @@ def test_pulls_a_folder_without_walk_by_its_names(dst: Path) -> None:
 
 
 def test_opens_files_again_where_there_are_too_many(dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace._pull._KEPT_OPEN", 2)
+    monkeypatch.setattr("headrace._copying.KEPT_OPEN", 2)
     folder = Watched(MemoryFolder(model()))
     pull(folder, dst, concurrency=3)
     assert contents(dst) == model()

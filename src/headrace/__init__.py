@@ -34,17 +34,19 @@ from headrace._api import (
     stream,
     verify,
 )
+from headrace._checking import FileCheck, VerifyProgress
 from headrace._checkpoint import Checkpoint
+from headrace._copying import PullProgress
 from headrace._header import TensorInfo
 from headrace._held import Held
 from headrace._options import Options
 from headrace._partition import USUAL_RULES, Split, tensor_parallel
 from headrace._plan import Plan
 from headrace._progress import Snapshot
-from headrace._pull import PullProgress, PullReport
+from headrace._pull import PullReport
 from headrace._sharded import save_sharded
 from headrace._slices import Parts
-from headrace._verify import FileCheck, VerifyProgress, VerifyReport
+from headrace._verify import VerifyReport
 from headrace.errors import (
     DestinationError,
     DeviceError,

@@ -18,7 +18,9 @@ from typing_extensions import Self, Unpack
 from headrace._arguments import Group, LoadArguments, Target, Targets
 from headrace._at_once import read_at_once
 from headrace._bar import open_bar
+from headrace._checking import VerifyProgress
 from headrace._checkpoint import Checkpoint, open_files, read_header_text
+from headrace._copying import PullProgress
 from headrace._held import Held
 from headrace._hold import hold_checkpoint
 from headrace._indexed import with_shards
@@ -37,6 +39,7 @@ from headrace._location import (
 from headrace._manifest import MANIFEST_NAME
 from headrace._metadata import Metadata, write_metadata
 from headrace._options import Demand, OptionArguments, Options, UsualOptionArguments, resolve
+from headrace._patterns import Patterns
 from headrace._phases import (
     Load,
     agree_on_places,
@@ -49,13 +52,13 @@ from headrace._phases import (
 )
 from headrace._plan import Plan
 from headrace._progress import Snapshot
-from headrace._pull import Patterns, PullProgress, PullReport, pull_folder
+from headrace._pull import PullReport, pull_folder
 from headrace._request import Into, Order, Ownership, Rename, Request
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
 from headrace._trace import Tracer
-from headrace._verify import VerifyProgress, VerifyReport, verify_folder
+from headrace._verify import VerifyReport, verify_folder
 from headrace.errors import OptionError, StreamError
 from headrace.sources.base import Folder
 

@@ -8,82 +8,101 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
+
+from headrace._machine import available_cpus
 
 T = TypeVar("T")
 
+KEPT_OPEN: Final = 256  # of more files than this, each is opened again when its turn comes: descriptors are limited
 _REPORTED_S: Final = 0.5
+_NETWORK_CONCURRENCY: Final = 16
+_OPENERS: Final = 32
 
 
-def work_off(
-    tasks: Iterable[T],
-    start: Callable[[], Callable[[T], None]],
-    *,
-    name: str,
-    threads: int,
-    stop: threading.Event,
-    report: Callable[[], None],
-    end: Callable[[], None],
-    patient: bool = True,
-) -> None:
-    """Do all tasks. The first error ends it, as an interrupt of the calling thread does; errors after that one do not count.
+def default_concurrency(*, is_remote: bool, most: int) -> int:
+    """Tasks at once where nobody said how many: enough for a network's round trips, else one for each CPU, up to `most`."""
+    return _NETWORK_CONCURRENCY if is_remote else min(most, max(2, available_cpus()))
+
+
+class Crew:
+    """The threads of one pull or verification.
 
     Args:
-        tasks: taken one by one.
-        start: called on each thread; gives what does a task, with memory of the thread's own.
         name: of the threads.
-        threads: how many.
-        stop: set where something failed. Whoever does a task looks at it after each wait.
         report: called on the calling thread, after every task and twice a second.
         end: called after `stop` was set; ends what the threads wait for.
-        patient: whether `end` can end every wait, so that the threads can be waited for.
 
-    Raises:
-        Whatever a task or `report` raises.
+    Attributes:
+        stop: set where something failed. Whoever does a task looks at it after each wait.
     """
-    tasks, taking = iter(tasks), threading.Lock()
-    outcomes: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()  # True: a task is done; False: a thread is
 
-    def work() -> None:
+    def __init__(self, name: str, *, report: Callable[[], None], end: Callable[[], None]) -> None:
+        self.stop = threading.Event()
+        self._name, self._report, self._end = name, report, end
+
+    def open_all(self, tasks: Sequence[T], do: Callable[[T], None], *, concurrency: int | None) -> None:
+        """Open files, many at once. Nothing ends the wait for one, so threads are left behind where it fails. As `work_off`."""
+        threads = min(concurrency or _OPENERS, _OPENERS, len(tasks))
+        self.work_off(tasks, lambda: do, threads=threads, is_patient=False)
+
+    def work_off(
+        self, tasks: Iterable[T], start: Callable[[], Callable[[T], None]], *, threads: int, is_patient: bool = True
+    ) -> None:
+        """Do all tasks. The first error ends it, as an interrupt of the caller does; errors after that one do not count.
+
+        Args:
+            tasks: taken one by one.
+            start: called on each thread; gives what does a task, with memory of the thread's own.
+            threads: how many.
+            is_patient: whether `end` can end every wait, so that the threads can be waited for.
+
+        Raises:
+            Whatever a task or `report` raises.
+        """
+        tasks, taking = iter(tasks), threading.Lock()
+        outcomes: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()  # True: a task is done; False: a thread is
+
+        def work() -> None:
+            try:
+                do = start()
+                while not self.stop.is_set():
+                    with taking:
+                        task = next(tasks, None)
+                    if task is None:
+                        break
+                    do(task)
+                    outcomes.put(True)
+            except BaseException as exc:  # noqa: BLE001 - raised by the thread that called
+                if not self.stop.is_set():
+                    outcomes.put(exc)
+            finally:
+                outcomes.put(False)
+
+        crew = [threading.Thread(target=work, name=f"{self._name}-{i}", daemon=True) for i in range(threads)]
+        started: list[threading.Thread] = []
         try:
-            do = start()
-            while not stop.is_set():
-                with taking:
-                    task = next(tasks, None)
-                if task is None:
-                    break
-                do(task)
-                outcomes.put(True)
-        except BaseException as exc:  # noqa: BLE001 - raised by the thread that called
-            if not stop.is_set():
-                outcomes.put(exc)
+            for thread in crew:
+                thread.start()
+                started.append(thread)
+            running = len(crew)
+            while running:
+                outcome = _next_outcome(outcomes)
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                running -= outcome is False
+                if outcome is not False:
+                    self._report()
+        except BaseException:
+            self.stop.set()
+            self._end()
+            if not is_patient:
+                started.clear()
+            raise
         finally:
-            outcomes.put(False)
-
-    crew = [threading.Thread(target=work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
-    started: list[threading.Thread] = []
-    try:
-        for thread in crew:
-            thread.start()
-            started.append(thread)
-        running = len(crew)
-        while running:
-            outcome = _next_outcome(outcomes)
-            if isinstance(outcome, BaseException):
-                raise outcome
-            running -= outcome is False
-            if outcome is not False:
-                report()
-    except BaseException:
-        stop.set()
-        end()
-        if not patient:
-            started.clear()
-        raise
-    finally:
-        for thread in started:
-            thread.join()
+            for thread in started:
+                thread.join()
 
 
 def _next_outcome(outcomes: queue.SimpleQueue[BaseException | bool]) -> BaseException | bool | None:

@@ -19,7 +19,7 @@ from headrace.cli._screen import Screen, counted, nbytes_text, rate_text, second
 from headrace.cli._waiting import State, waiting
 
 if TYPE_CHECKING:
-    from headrace._pull import PullProgress, PullReport
+    from headrace import PullProgress, PullReport
 
 Include: TypeAlias = Annotated[
     list[str] | None,
