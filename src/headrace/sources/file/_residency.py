@@ -88,7 +88,7 @@ class Residency:
 def _range_share(fd: int, start: int, nbytes: int) -> float | None:
     """By cachestat; of samples only, where all or nothing of each is cached."""
     step = nbytes // _SAMPLES
-    if step >= 2 * _SAMPLE_NBYTES:
+    if step >= 4 * _SAMPLE_NBYTES:
         # Each at another place of its eighth, so that what comes back at equal distances is not met every time.
         places = (start + i * step + i * (step - _SAMPLE_NBYTES) // _SAMPLES for i in range(_SAMPLES))
         shares = {_cachestat_share(fd, place - place % mmap.PAGESIZE, _SAMPLE_NBYTES) for place in places}
