@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from budget import examples, rest_slow
 from checkpoints import (
     KIB,
     MIB,
@@ -42,7 +43,8 @@ from typer.testing import CliRunner
 import headrace
 from headrace._header import parse_header
 from headrace._plan import DIRECT_NBYTES, Limits, SourceAbilities, Staging
-from headrace._planner import choose_direct, choose_route, leaves_headroom, make_plan
+from headrace._planner import make_plan
+from headrace._routes import choose_direct, choose_route, leaves_headroom
 from headrace.cli import app
 from headrace.errors import LoadError, OptionError, SourceChangedError, SourceError, SourceTimeoutError, TruncatedError
 from headrace.sources import gds
@@ -178,7 +180,7 @@ def test_a_tensor_stays_on_the_device_where_256_mib_and_a_quarter_of_it_are_left
     assert leaves_headroom(nbytes, free) is expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(0, 600 * KIB), min_size=1, max_size=12),
     data_start=st.integers(0, 7),
@@ -262,7 +264,7 @@ def verdict_for(direct: Direct, path: Path, kind: str = "cuda") -> gds.Verdict:
         source.close()
 
 
-@pytest.mark.parametrize(("route", "mode"), [("p2p", "p2p"), ("nvfs", "p2p"), ("posix", "compat")])
+@pytest.mark.parametrize(("route", "mode"), rest_slow([("p2p", "p2p"), ("nvfs", "p2p"), ("posix", "compat")], quick=(0, 2)))
 def test_a_library_that_reads_right_is_usable_and_its_statistics_say_how_it_reads(
     lazy: Direct, tmp_path: Path, route: str, mode: str
 ) -> None:
@@ -296,7 +298,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("faults", "said"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("faults", "said"), rest_slow(REFUSALS, quick=(0, 4, 5, 8, 12)), ids=str)
 def test_a_library_that_fails_or_lies_is_refused_with_the_reason(
     lazy: Direct, tmp_path: Path, faults: dict[str, Any], said: str
 ) -> None:
@@ -532,7 +534,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileSource, "prefers_direct", lambda *_: True)
 
 
-@pytest.mark.parametrize("faults", [{"open_error": 5033}, {"wrong_bytes": True}, {"register_error": 5027}], ids=str)
+@pytest.mark.parametrize("faults", rest_slow([{"open_error": 5033}, {"wrong_bytes": True}, {"register_error": 5027}]), ids=str)
 def test_auto_takes_the_ring_with_one_warning_and_require_raises_with_the_reason(
     lazy: Direct, tmp_path: Path, faults: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -664,8 +666,8 @@ FAILURES: list[tuple[dict[str, Any], type[Exception], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("faults", "kind", "status"), FAILURES, ids=str)
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize(("faults", "kind", "status"), rest_slow(FAILURES, quick=(0, 5)), ids=str)
+@pytest.mark.parametrize("after", rest_slow([0, 1], quick=(1,)))
 def test_a_read_that_fails_in_the_middle_of_a_tensor_ends_the_load_and_nothing_of_it_is_handed_out(
     lazy: Direct, tmp_path: Path, faults: dict[str, Any], kind: type[Exception], status: int, after: int
 ) -> None:

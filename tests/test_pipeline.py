@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from budget import rest_slow
 from checkpoints import (
     KIB,
     MIB,
@@ -76,7 +77,7 @@ def checked(gpu: Gpu, contents: Contents, data: bytes, **arguments: Any) -> head
 # ---- what comes out
 
 
-@pytest.mark.parametrize("data_start", [0, 1, 4, 6])
+@pytest.mark.parametrize("data_start", rest_slow([0, 1, 4, 6], quick=(0, 1)))
 @pytest.mark.parametrize("arguments", [{}, TIGHT, {"memory_limit": 3 * MIB, "concurrency": 1, "order": "file"}], ids=str)
 def test_unaligned_data_arrives_right(gpu: Gpu, data_start: int, arguments: dict[str, Any]) -> None:
     checked(gpu, MIXED, serialize(MIXED, data_start=data_start), **arguments)
@@ -120,7 +121,7 @@ INDEXES = [
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=str)
-@pytest.mark.parametrize("dtype", [None, "F16", "F64"])
+@pytest.mark.parametrize("dtype", rest_slow([None, "F16", "F64"], quick=(0, 1)))
 @pytest.mark.parametrize("cast_at", ["auto", "host", "device"])
 def test_slices_are_those_of_a_load_to_the_host(lazy: Gpu, index: Any, dtype: str | None, cast_at: str) -> None:
     contents = {"a": random_entry("F32", (600, 1024), seed=1), "b": random_entry("U8", (3,)), "c": random_entry("F32", (6, 1024))}
@@ -523,7 +524,7 @@ ERRORS = [SourceError("broken", url="memory:"), OSError(5, "Input/output error")
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("concurrency", [1, 8])
-@pytest.mark.parametrize("read", [0, 13, 39])
+@pytest.mark.parametrize("read", rest_slow([0, 13, 39], quick=(1,)))
 def test_a_read_that_fails_ends_the_load_with_its_error_after_the_copies(
     gpu: Gpu, error: BaseException, concurrency: int, read: int
 ) -> None:
@@ -712,7 +713,7 @@ def test_a_process_may_end_with_tensors_and_an_unfinished_stream(tmp_path: Path)
 
 
 @pytest.mark.parametrize("times", [1, 2, -1], ids=["once", "twice", "always"])
-@pytest.mark.parametrize("after", range(8))
+@pytest.mark.parametrize("after", rest_slow(range(8), quick=(0, 3)))
 @pytest.mark.parametrize("allocator", [True, False], ids=["allocator", "no allocator"])
 def test_a_registration_that_is_refused_is_worked_around_and_said_once(
     lazy: Gpu, after: int, times: int, allocator: bool, caplog: pytest.LogCaptureFixture
