@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import mmap
+import os
 import pickle
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from budget import examples
 from checkpoints import KIB, MIB, Contents, bytes_of, random_contents, random_entry, serialize, value_of, wrong
 from hub_server import serving
 from hypothesis import given, settings
@@ -44,7 +46,7 @@ from headrace._manifest import (
 )
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, LARGE_NBYTES, PAGE, SourceAbilities
-from headrace._planner import choose_route, read_unit
+from headrace._routes import choose_route, read_unit
 from headrace._verification import Verification
 from headrace.errors import (
     FormatError,
@@ -52,6 +54,7 @@ from headrace.errors import (
     IntegrityError,
     LoadError,
     OptionError,
+    SourceChangedError,
     SourceError,
     SourceNotFoundError,
     SourceTimeoutError,
@@ -151,7 +154,7 @@ FILES = st.dictionaries(
 
 
 @given(files=FILES)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_manifest_reads_what_it_writes(files: dict[str, bytes]) -> None:
     given_ = manifest_of(manifest_for(files), url="m")
     assert parse_manifest(given_.to_json(), url="m") == given_
@@ -239,7 +242,7 @@ def test_nonsense_is_refused(text: bytes) -> None:
 
 
 @given(at=st.integers(0, len(VALID) - 1), byte=st.integers(0, 255))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_damaged_manifest_is_refused_or_still_a_manifest(at: int, byte: int) -> None:
     text = VALID[:at] + bytes([byte]) + VALID[at + 1 :]
     try:
@@ -365,7 +368,7 @@ def test_a_flipped_bit_is_found_by_the_digest_of_the_file(at: int) -> None:
     ranges=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 3 * BLOCK)), min_size=1, max_size=6),
     keep=st.sampled_from([0, BLOCK, 1 << 20]),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_reads_raise_if_and_only_if_they_touch_a_damaged_block(at: int, ranges: list[tuple[int, int]], keep: int) -> None:
     source = known(MemorySource(flipped(DATA, at)), DATA, BlockCache(keep))
     edges = edges_of(len(DATA))
@@ -380,7 +383,7 @@ def test_reads_raise_if_and_only_if_they_touch_a_damaged_block(at: int, ranges: 
 
 
 @given(ranges=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 3 * BLOCK)), min_size=1, max_size=6))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_any_order_of_reads_learns_the_same_file(ranges: list[tuple[int, int]]) -> None:
     source = learned(MemorySource(DATA), DATA)
     for offset, length in ranges:
@@ -589,6 +592,30 @@ def test_direct_reads_are_checked_where_they_land(tmp_path: Path, kind: Any, at:
             with pytest.raises(IntegrityError):
                 source.read_direct_into(at // PAGE * PAGE, view[:PAGE])
         view.release()
+    source.close()
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_file_that_was_rewritten_is_said_to_have_changed(tmp_path: Path, kind: Any, direct: bool) -> None:
+    # Found by the soak: what was wrong was the version, and the digest of a block was named.
+    (tmp_path / "f").write_bytes(DATA)
+    source = kind(FileSource(tmp_path / "f", direct_io="on"), DATA)
+    (tmp_path / "f").write_bytes(flipped(DATA, len(DATA) - 1))
+    os.utime(tmp_path / "f", (0, 0))
+
+    view = memoryview(mmap.mmap(-1, -(-len(DATA) // PAGE) * PAGE))
+
+    def read_all() -> None:
+        if direct:
+            source.read_direct_into(0, view)
+        else:
+            source.read_into(0, view[: len(DATA)])
+        source.confirm()
+
+    with pytest.raises(SourceChangedError) as raised:
+        read_all()
+    assert isinstance(raised.value.__cause__, IntegrityError)
     source.close()
 
 

@@ -16,7 +16,7 @@ from headrace._addresses import move
 from headrace._block_cache import BlockCache
 from headrace._header import Header
 from headrace._ledgers import Ledger
-from headrace.errors import SourceError, TruncatedError
+from headrace.errors import IntegrityError, SourceChangedError, SourceError, TruncatedError
 from headrace.sources.base import AlignedSource, ByteSource, read_as_preferred
 
 _KEPT_HEAD_NBYTES: Final = 1 << 20  # a head of this length is read twice (header, first tensors), and is kept
@@ -69,7 +69,11 @@ class VerifiedSource:
 
     def confirm(self) -> None:
         """Return when all that was read so far is known to be right: with a whole file's digest, when all of it was read."""
-        self.ledger.confirm(self._touch)
+        try:
+            self.ledger.confirm(self._touch)
+        except IntegrityError as error:
+            self._raise_if_changed(error)
+            raise
 
     def check_unchanged(self) -> None:
         """Raise `SourceChangedError` unless the source still is the version that was opened."""
@@ -115,9 +119,22 @@ class VerifiedSource:
                 self._check(block, buffer[start - begin : end - begin])
 
     def _check(self, block: int, data: memoryview) -> None:
-        self.ledger.check(block, data, self._touch)
+        try:
+            self.ledger.check(block, data, self._touch)
+        except IntegrityError as error:
+            self._raise_if_changed(error)
+            raise
         with self._counting:
             self._verified_nbytes += len(data)
+
+    def _raise_if_changed(self, error: IntegrityError) -> None:
+        """Of a source that is another version by now, that is the news, and not that its bytes are others."""
+        try:
+            self._source.check_unchanged()
+        except SourceChangedError as changed:
+            raise changed from error
+        except SourceError:
+            return  # closed meanwhile: the digest remains what is known
 
     def _touch(self, block: int) -> None:
         with self._block(block):
