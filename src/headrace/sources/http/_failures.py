@@ -151,12 +151,15 @@ RULES: Final[dict[Kind, _Rule]] = {
     "dns": _Rule(UnknownHostError, "fail", "Check the spelling of the host, the region, and the DNS of this machine"),
     "unreachable": _Rule(UnreachableError, "fail", "Check the network, the firewall and the proxy settings"),
     "lost": _Rule(UnreachableError, "retry", "Check the network and the server's log"),
-    "stalled": _Rule(HttpTimeoutError, "retry", "Check the network; a longer stall_timeout_s waits longer"),
+    "stalled": _Rule(HttpTimeoutError, "retry", "Check the network; a longer stall_timeout_s= waits longer"),
     "deadline": _Rule(HttpTimeoutError, "fail", "A longer deadline_s, or none, waits longer"),
     "truncated": _Rule(HttpTruncatedError, "retry", "Check the server's log, and proxies between"),
     "tls": _Rule(TlsError, "fail", "Check that the port speaks TLS, and which versions both sides allow"),
     "certificate": _Rule(
-        TlsError, "fail", "Name the CA that signed it in SSL_CERT_FILE (for S3: AWS_CA_BUNDLE), and check the host's name"
+        TlsError,
+        "fail",
+        "Name the CA that signed it in REQUESTS_CA_BUNDLE or SSL_CERT_FILE, of which the first one that is set counts (for S3 "
+        "AWS_CA_BUNDLE before both), and check the host's name",
     ),
     "proxy": _Rule(ProxyError, "fail", "Check the proxy's address and password, or except the host with no_proxy"),
     "denied": _Rule(
