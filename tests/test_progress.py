@@ -118,6 +118,13 @@ def test_statistics_are_printed_as_lines_that_name_route_and_waits(model: Path) 
     assert stream.stats.routes[0][2] in route
 
 
+def test_the_repr_of_a_stream_tells_how_far_it_is(model: Path) -> None:
+    with headrace.stream(model) as stream:
+        assert repr(stream) == "<TensorStream: 0 of 4 tensors handed out>"
+        assert len(list(stream)) == 4
+        assert repr(stream) == "<TensorStream: 4 of 4 tensors handed out>"
+
+
 def test_degraded_loads_are_printed_as_such() -> None:
     assert str(Snapshot(degraded=("read unchecked",))).endswith("degraded read unchecked")
 

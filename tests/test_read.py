@@ -56,6 +56,11 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
             headrace.read(checkpoint, "w")
 
 
+def test_a_path_is_no_open_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"what headrace\.open returns, not str"):
+        headrace.read(str(tmp_path), "w")  # type: ignore[arg-type]
+
+
 def test_memory_is_the_tensors_own(tmp_path: Path) -> None:
     path = write(tmp_path / "m.safetensors", {"w": random_entry("U8", (4, 16))})
     with headrace.open(path, mmap="auto") as mapped, headrace.open(path) as checkpoint, torch.inference_mode():

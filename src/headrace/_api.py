@@ -381,13 +381,16 @@ def read(checkpoint: Checkpoint, name: str, index: Index | None = None) -> torch
 
     Raises:
         TensorNotFoundError: the checkpoint has no such tensor.
-        OptionError: the index does not fit the tensor; its cause is the IndexError, TypeError or ValueError.
+        OptionError: it is no open checkpoint; or the index does not fit the tensor, and its cause is the IndexError, TypeError or
+            ValueError.
         SourceError: it cannot be read. SourceChangedError: it is no longer what was opened.
 
     Example:
         >>> with headrace.open("models/minilm") as checkpoint:
         ...     bias = headrace.read(checkpoint, "pooler.dense.bias")
     """
+    if not isinstance(checkpoint, Checkpoint):
+        raise OptionError(f"checkpoint is what headrace.open returns, not {type(checkpoint).__name__}", option="checkpoint")
     info = checkpoint[name]
     tensor = read_at_once(checkpoint, info, index)
     if tensor is not None:
@@ -605,6 +608,10 @@ class TensorStream(Iterator[tuple[str, Any]]):
     def stats(self) -> Snapshot:
         """What the load has done so far and where its time went; final once the stream is closed."""
         return self._engine.progress.snapshot()
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        return f"<TensorStream: {stats.tensors:,} of {stats.total_tensors:,} tensors handed out>"
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         if self._iterated:
