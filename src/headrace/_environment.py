@@ -144,11 +144,7 @@ class S3Settings:
 
     @classmethod
     def from_environment(cls) -> S3Settings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off.
-        """
+        """Read them now. Raises OptionError for a switch that is neither on nor off."""
         return cls(
             endpoint=first_set("AWS_ENDPOINT_URL_S3", "RUNAI_STREAMER_S3_ENDPOINT", "AWS_ENDPOINT_URL"),
             region=first_set("AWS_REGION"),
@@ -178,11 +174,7 @@ class GcsSettings:
 
     @classmethod
     def from_environment(cls) -> GcsSettings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off.
-        """
+        """Read them now. Raises OptionError for a switch that is neither on nor off."""
         emulator = first_set("STORAGE_EMULATOR_HOST")
         return cls(
             endpoint=emulator if emulator is None or "://" in emulator else f"http://{emulator}",
@@ -223,11 +215,7 @@ class AzureSettings:
 
     @classmethod
     def from_environment(cls) -> AzureSettings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off.
-        """
+        """Read them now. Raises OptionError for a switch that is neither on nor off."""
         suffix = (first_set("AZURE_STORAGE_ENDPOINT_SUFFIX") or "").lstrip(".")
         return cls(
             account_name=first_set("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -43,67 +42,47 @@ RUNAI_STREAMER_CUDA_ALIGNMENT_ENV_VAR: Final = "RUNAI_STREAMER_CUDA_ALIGNMENT"
 DEFAULT_BROADCAST_TIMEOUT: Final = timedelta(seconds=600)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunaiSettings:
-    """What the environment says to programs written for Run:ai Model Streamer about ranks that read together.
-
-    Attributes:
-        share: RUNAI_STREAMER_DIST: 1 always, 0 never; None ("auto"): where the ranks' backend is NCCL.
-        across_nodes: RUNAI_STREAMER_DIST_GLOBAL: all ranks of the job read together, and not those of each node.
-        timeout_s: RUNAI_STREAMER_DIST_TIMEOUT, in seconds.
-    """
-
-    share: bool | None = None
-    across_nodes: bool = False
-    timeout_s: float | None = None
-
-    @classmethod
-    def from_environment(cls) -> RunaiSettings:
-        """Read them now.
-
-        Raises:
-            OptionError: a switch that is neither on nor off, or no number of seconds.
-        """
-        automatic = (first_set("RUNAI_STREAMER_DIST") or "auto").lower() == "auto"
-        timeout = first_set("RUNAI_STREAMER_DIST_TIMEOUT")
-        try:
-            timeout_s = None if timeout is None else float(timeout)
-        except ValueError:
-            message = f"environment variable RUNAI_STREAMER_DIST_TIMEOUT={timeout!r} is a number of seconds"
-            raise OptionError(message, option="RUNAI_STREAMER_DIST_TIMEOUT") from None
-        return cls(
-            share=None if automatic else switch("RUNAI_STREAMER_DIST"),
-            across_nodes=bool(switch("RUNAI_STREAMER_DIST_GLOBAL")),
-            timeout_s=timeout_s,
-        )
-
-
 def sharing(asked: bool) -> dict[str, Any]:
     """Arguments of `headrace.stream` with which ranks share the reading, or none.
 
     As Run:ai does it: with NCCL, or where RUNAI_STREAMER_DIST=1, among the ranks of each node, or of all nodes with
-    RUNAI_STREAMER_DIST_GLOBAL=1. All ranks then make the same requests, in the same order.
+    RUNAI_STREAMER_DIST_GLOBAL=1. All ranks then make the same requests, in the same order. RUNAI_STREAMER_DIST_TIMEOUT is
+    how long they wait for each other, in seconds.
+
+    Raises:
+        OptionError: a switch that is neither on nor off, or no number of seconds.
     """
     if not asked:
         return {}
     import torch.distributed
 
-    settings = RunaiSettings.from_environment()
+    is_automatic = (first_set("RUNAI_STREAMER_DIST") or "auto").lower() == "auto"
+    is_wanted = None if is_automatic else switch("RUNAI_STREAMER_DIST")
+    group = True if switch("RUNAI_STREAMER_DIST_GLOBAL") else "node"
+    timeout = _timeout()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         log.info("distributed streaming was asked for without a process group: this process reads everything")
         return {}
     ranks, backend = torch.distributed.get_world_size(), torch.distributed.get_backend()
-    if ranks == 1 or settings.share is False:
+    if ranks == 1 or is_wanted is False:
         return {}
-    if settings.share is None and backend != "nccl":
+    if is_wanted is None and backend != "nccl":
         log.warning(
             "distributed streaming is not used with %s unless RUNAI_STREAMER_DIST=1: each of the %d ranks reads everything",
             backend,
             ranks,
         )
         return {}
-    timeout = {} if settings.timeout_s is None else {"peer_timeout_s": settings.timeout_s}
-    return {"group": True if settings.across_nodes else "node", **timeout}
+    return {"group": group, **timeout}
+
+
+def _timeout() -> dict[str, float]:
+    text = first_set("RUNAI_STREAMER_DIST_TIMEOUT")
+    try:
+        return {} if text is None else {"peer_timeout_s": float(text)}
+    except ValueError:
+        message = f"environment variable RUNAI_STREAMER_DIST_TIMEOUT={text!r} is a number of seconds"
+        raise OptionError(message, option="RUNAI_STREAMER_DIST_TIMEOUT") from None
 
 
 class DistributedStreamer:
