@@ -164,7 +164,8 @@ def test_collector(): gc.disable()
 
 def test_what_a_test_leaves_behind_is_caught(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    for name in ["conftest.py", "budget.py"]:
+        shutil.copy(ROOT / "tests" / name, tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS)
     # The file that is abandoned on purpose warns when it is collected; here that is no error.
     result = run(sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "test_leaky.py", cwd=tmp_path)
