@@ -385,6 +385,13 @@ def test_digits_and_brackets_out_of_place_are_judged_as_by_the_package(
     check_against_package(pack(bytes(text), bytes(count)))
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_entry_spelled_as_a_list_among_others_is_judged_as_by_the_package(place: int) -> None:
+    entries: list[Any] = [entry("U8", [1], i, i + 1) for i in range(3)]
+    entries[place] = list(entries[place].values())
+    check_against_package(pack(dump({f"t{i}": each for i, each in enumerate(entries)}), bytes(3)))
+
+
 @pytest.mark.parametrize("spelling", [{}, {"separators": (",", ":")}, {"indent": 1}])
 @pytest.mark.parametrize("metadata", [{}, {"__metadata__": {"format": "pt"}}])
 def test_what_writers_write_is_read_fast(spelling: dict[str, Any], metadata: dict[str, Any]) -> None:
