@@ -488,6 +488,43 @@ def test_a_slow_body_that_moves_is_not_a_stall() -> None:
         assert source.traffic.failed == 0
 
 
+LONG = len(DATA) - PREFIX  # long enough for the reader to be woken late
+
+
+@pytest.mark.parametrize("after", [600_000, LONG - 600_000, LONG - 100])
+@pytest.mark.parametrize("do", ["short", "stall", "reset"])
+def test_all_that_came_of_a_long_body_counts_wherever_it_breaks_off(do: str, after: int) -> None:
+    access = Access(policy=replace(BRISK, stall_timeout_s=0.6, attempts=20))
+    with Server(DATA, bad(do, after=after, times=1)) as server, opened(server, access) as source:
+        assert read(source, PREFIX, LONG) == DATA[PREFIX:]
+        assert source.traffic.failed >= 1
+        assert source.traffic.received_nbytes == len(DATA)
+        if do != "reset":  # which throws away what the server had not sent yet
+            assert server.seen[2].start == PREFIX + after
+
+
+def test_a_long_body_that_comes_in_pieces_is_no_stall() -> None:
+    trickle = bad("trickle", step=100_001, seconds=0.02)  # the reader is woken at ticks and for whole pieces, and misses none
+    with Server(DATA, trickle) as server, opened(server, Access(policy=HASTY)) as source:
+        assert read(source, PREFIX, LONG) == DATA[PREFIX:]
+        assert source.traffic.failed == 0
+
+
+def test_what_follows_a_long_body_unasked_is_seen_before_the_connection_is_used_again() -> None:
+    with Server(DATA, [fault("", surplus=b"HTTP/1.1 206", min_start=PREFIX, times=1)]) as server, opened(server) as source:
+        for _ in range(2):
+            assert read(source, PREFIX, LONG) == DATA[PREFIX:]
+        assert source.traffic.failed == 0
+        assert server.connections == 2
+
+
+def test_a_connection_that_carried_a_long_body_carries_short_answers() -> None:
+    with Server(DATA) as server, opened(server) as source:
+        for nbytes in (LONG, 1, LONG, 600_000, 5):
+            assert read(source, PREFIX, nbytes) == DATA[PREFIX : PREFIX + nbytes]
+        assert server.connections == 1
+
+
 ENDLESS = {
     "informational": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"A: b\r\n"),
