@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "narrowing conversions send all bytes",
-        "_planner.py",
+        "_routes.py",
         "return DTYPES[target].itemsize >= DTYPES[source].itemsize",
         "return True",
         "half_the_bytes",

@@ -158,7 +158,7 @@ class TestWithGpu:
 class TestPackages:
     def test_extras_are_read_from_our_own_metadata(self) -> None:
         lines = [
-            "orjson>=3.8",
+            "rich>=13",
             "no-such-package-here>=1; extra == 's3'",
             "botocore>=1; extra == 's3'",
             "botocore>=1; extra == 'gcs'",
@@ -166,7 +166,7 @@ class TestPackages:
         lines += ["pytest>=8; extra == 'dev'", "headrace[s3]; extra == 'dev'", "moto[server]>=5; extra == 'emulators'"]
         packages = installed_packages(lambda _: lines)
         assert [(package.name, package.extras) for package in packages] == [
-            ("orjson", ()),
+            ("rich", ()),
             ("no-such-package-here", ("s3",)),
             ("botocore", ("s3", "gcs")),
         ]
@@ -174,7 +174,7 @@ class TestPackages:
 
     def test_those_of_this_installation_have_versions(self) -> None:
         names = {package.name: package for package in installed_packages()}
-        assert {"orjson", "torch", "botocore", "google-auth", "azure-identity"} <= names.keys()
+        assert {"rich", "torch", "botocore", "google-auth", "azure-identity"} <= names.keys()
         assert isinstance(names["torch"], Package)
         assert names["torch"].version
 

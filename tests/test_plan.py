@@ -33,7 +33,8 @@ from headrace._plan import (
     Span,
     format_nbytes,
 )
-from headrace._planner import choose_route, make_plan, pieces_from, read_unit
+from headrace._planner import make_plan
+from headrace._routes import choose_route, pieces_from, read_unit
 from headrace.errors import OptionError
 
 Bytes = npt.NDArray[np.uint8]

@@ -12,7 +12,7 @@ from harness.device_cases import CASES, ON_REQUEST
 GIB, MIB = 1 << 30, 1 << 20
 _TOLD = frozenset(
     (
-        *("python", "commit", "headrace", "torch", "safetensors", "orjson", "botocore"),
+        *("python", "commit", "headrace", "torch", "safetensors", "botocore"),
         *("awscrt", "boto3", "obstore", "runai-model-streamer", "fastsafetensors", "instanttensor", "tensorizer"),
     )
 )

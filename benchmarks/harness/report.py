@@ -21,7 +21,7 @@ from harness.runner import Measured, as_data
 
 GIB, MIB = 1 << 30, 1 << 20
 _SHARES = frozenset({"read_share", "storage_share", "slice_share", "stated_share"})
-_PACKAGES = ("headrace", "torch", "numpy", "safetensors", "orjson")
+_PACKAGES = ("headrace", "torch", "numpy", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)

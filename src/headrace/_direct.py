@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from headrace._plan import SourceAbilities
-from headrace._planner import choose_direct
 from headrace._progress import Progress
+from headrace._routes import choose_direct
 from headrace.devices.base import Device
 from headrace.errors import DeviceError, OptionError, SourceError
 from headrace.sources.base import ByteSource, DirectSource, LocalSource

@@ -32,9 +32,9 @@ from headrace._filling import IN_PLACE, Hops, SlotFiller
 from headrace._inplace import Locked
 from headrace._landing import Filling, Maker
 from headrace._plan import MIB, Copy, Plan, Read, Span
-from headrace._planner import leaves_headroom
 from headrace._progress import Progress
 from headrace._ring import Issue, Ring
+from headrace._routes import leaves_headroom
 from headrace._staging import PAGE, round_up
 from headrace.devices.base import Destination, Device, DeviceBuffer, HostTarget
 from headrace.errors import DeviceMemoryError, OptionError, StreamError

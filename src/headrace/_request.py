@@ -20,9 +20,10 @@ from headrace._ledgers import LearnedBlocks
 from headrace._limits import NETWORK_CHUNK_NBYTES, abilities_of, cast_place, resolve_limits, resolve_staging
 from headrace._options import Options
 from headrace._plan import CHUNK_NBYTES, Plan, SourceAbilities
-from headrace._planner import cast_on_device, make_plan
+from headrace._planner import make_plan
 from headrace._progress import Progress, Snapshot
 from headrace._resident import Resident
+from headrace._routes import cast_on_device
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
 from headrace._slices import Index, slice_shape
 from headrace.errors import OptionError, SourceError
