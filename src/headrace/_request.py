@@ -352,7 +352,6 @@ class Request:
         in_place: Locked | None,
     ) -> HostLanding | DeviceLanding:
         from headrace._landing import HostLanding
-        from headrace._pipeline import DeviceLanding
         from headrace.devices.cpu import CpuTarget
 
         if isinstance(target, CpuTarget):
@@ -366,6 +365,8 @@ class Request:
                 mappings=self.mappings,
                 pin=self.options.pin or "off",
             )
+        from headrace._pipeline import DeviceLanding  # a load to host memory does not wait for it: 4 to 9 ms
+
         device = cast("Device", target)
         return DeviceLanding(
             plan,
