@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(kept.undo)
     kept.setattr(sys, "dont_write_bytecode", False)
     kept.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what the session holds, thousands of tests and torch, out of later collections of garbage, which take long else."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
