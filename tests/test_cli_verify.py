@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -456,6 +457,7 @@ def test_damage_is_named_and_ends_with_1(written: Path) -> None:
     assert line.startswith(BIG)
     assert "block 2" in result.stdout
     assert f"headrace: error: 1 file of 4 failed: {BIG}" in result.stderr
+    assert re.search(r"^headrace: [\d.]+ [KM]?i?B were right in ", result.stderr, re.MULTILINE)
 
 
 def test_json_has_all_of_it_and_nothing_else_is_printed(written: Path) -> None:

@@ -73,7 +73,7 @@ def _open(
         if is_remote_url(url):
             return _open_url(str(url), options, credentials, verification, metadata)
         return _open_path(local_path(url), options, verification, metadata)
-    if isinstance(url, Sequence) and not isinstance(url, (bytes, bytearray)):
+    if isinstance(url, Sequence) and not hasattr(url, "decode"):  # bytes are sequences, too
         return _open_list(url, options, credentials, verification, metadata)
     if hasattr(url, "read_into"):
         source = cast(ByteSource, url)

@@ -74,7 +74,8 @@ def _first_line(progress: VerifyProgress) -> str:
 
 
 def _last_line(progress: VerifyProgress) -> str:
-    return f"read {nbytes_text(progress.nbytes)} in {seconds_text(progress.seconds)}"
+    done = "were right" if progress.failed_files else "read"  # what is damaged is not among these bytes
+    return f"{nbytes_text(progress.nbytes)} {done} in {seconds_text(progress.seconds)}"
 
 
 # -- afterwards ------------------------------------------------------------------------------------------------------------------
