@@ -260,6 +260,7 @@ def repeated_memory(nbytes: int, piece_nbytes: int) -> tuple[memoryview, Callabl
     return view, lambda: libc.munmap(ctypes.c_void_p(base), space)
 
 
+@pytest.mark.slow
 def test_read_beyond_two_gib_in_one_call_is_whole(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A hole on tmpfs takes no memory to read, and the buffer is 64 MiB mapped many times over.
     nbytes, calls, preadv = (2 << 30) + 12_345, [], os.preadv
