@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from importlib.metadata import requires
 from pathlib import Path
 
-# What goes with moto and botocore 1.36, where pip would try each version from the newest on, and with typer 0.16 without a warning.
+# For moto with botocore 1.36, where pip would try each version from the newest on; and for typer 0.16 without a warning.
 _COMPANIONS = ["boto3==1.36", "click==8.2.1"]
 _TOOLS = {"dev", "docs", "emulators"}  # extras for those who work on headrace
 _ASKED = re.compile(r"(?P<name>[\w.-]+)(?:\[[\w,]+\])?>=(?P<version>[\d.]+)(?:; extra == ['\"](?P<extra>\w+)['\"])?")
