@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import http.client
 import io
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import random_contents, write
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -198,3 +202,38 @@ def test_a_refusal_has_the_next_try_signed_anew(made: list[str]) -> None:
 
 def _fields(credentials: S3Credentials) -> dict[str, Any]:
     return {name: getattr(credentials, name) for name in ("access_key_id", "secret_access_key")}
+
+
+# ---- before the first request
+
+
+def test_keys_in_the_environment_take_no_session_for_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = pytest.importorskip("botocore.session")
+    made: list[bool] = []
+    make = session.Session
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(kwargs.get("include_builtin_handlers", True))
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(session, "Session", counted)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AK")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aSecretThatNobodySees")
+    identity = Identity(None, S3Settings())
+    assert (
+        "Credential=AK/"
+        in identity.sign("https://b.example.org/k", {"Host": "b.example.org"}, region=identity.region())["Authorization"]
+    )
+    assert made == [False]
+
+
+def test_a_load_to_host_memory_does_not_wait_for_the_modules_of_devices(tmp_path: Path) -> None:
+    write(tmp_path / "m.safetensors", random_contents(1000))
+    program = (
+        "import sys, headrace; headrace.load(sys.argv[1]);"
+        "print([name for name in ('_pipeline', '_ring', '_pinned') if f'headrace.{name}' in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "m.safetensors")]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout.strip() == "[]"
