@@ -43,12 +43,10 @@ from headrace._patterns import Patterns
 from headrace._phases import (
     Load,
     agree_on_places,
-    is_function,
     join_plans,
     open_load,
     placeholders_of,
     requests_of,
-    targets_of,
 )
 from headrace._plan import Plan
 from headrace._progress import Snapshot
@@ -311,13 +309,12 @@ def stream(
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     tracer = Tracer(trace) if trace is not None else None
-    with _gathered(group, resolved, len(targets_of(device)) or 1) as peers, ExitStack() as opened:
+    with _gathered(group, resolved) as peers, ExitStack() as opened:
         checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
         if checkpoint is not url:
             opened.callback(checkpoint.close)
         requests = requests_of(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
-        if is_function(device):
-            _gather_more(peers, requests, group, resolved)
+        _gather_more(peers, requests)
         for request in requests:
             opened.callback(request.let_go)
         ending = ExitStack()  # what is done when the load is over
@@ -681,18 +678,18 @@ def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] 
 
 
 @contextmanager
-def _gathered(group: object, options: Options, phases: int) -> Iterator[list[Peers | None]]:
-    """The ranks that load together, for each phase; None where there is one. They are told if what follows fails."""
+def _gathered(group: object, options: Options) -> Iterator[list[Peers | None]]:
+    """The ranks that load together, for the first phase; None where there is one. They are told if what follows fails."""
     if group is None or group is False:
-        yield [None] * phases
+        yield [None]
         return
     from headrace._peers import Peers
 
-    peers = [Peers(group, options.peer_timeout_s) for _ in range(phases)]
-    if peers[0].size == 1:
-        yield [None] * phases
+    first = Peers(group, options.peer_timeout_s)
+    if first.size == 1:
+        yield [None]
         return
-    given: list[Peers | None] = [*peers]
+    given: list[Peers | None] = [first]
     try:
         yield given
     except BaseException as exc:
@@ -702,15 +699,13 @@ def _gathered(group: object, options: Options, phases: int) -> Iterator[list[Pee
         raise
 
 
-def _gather_more(peers: list[Peers | None], requests: Sequence[Request], group: object, options: Options) -> None:
-    """Ranks for each phase, where how many there are was not known before the checkpoint was open."""
+def _gather_more(peers: list[Peers | None], requests: Sequence[Request]) -> None:
+    """Ranks for each phase. They have as many, of the same kinds."""
     if (first := peers[0]) is None:
         peers += [None] * (len(requests) - 1)
         return
-    from headrace._peers import Peers
-
     agree_on_places(requests, first)
-    peers += [Peers(group, options.peer_timeout_s) for _ in requests[1:]]
+    peers += [first.next_phase() for _ in requests[1:]]
 
 
 def _resolved(url: Location, options: Options | None, overrides: Mapping[str, Any]) -> Options:

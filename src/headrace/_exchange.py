@@ -19,6 +19,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -66,7 +67,7 @@ def join_group(
     share = share_reads(plan, sliced - blocks.names, peers.rank, peers.size, policy)
     peers.agree(plan=digest_of(plan, share, blocks.names))
     slot_nbytes = max((landing_nbytes(plan.reads[i]) for i in share.rounds), default=0)
-    node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s)
+    node = _node.share(peers.rank, partial(peers.gather, about="rings"), slot_nbytes, peers.timeout_s)
     if node is None:
         peers.connect()
     describe(progress, peers, plan, share, policy, over_memory=node is not None)

@@ -93,19 +93,22 @@ def share_of_node(limits: Limits, ranks: int, *, unlimited: bool = False) -> Lim
     return replace(limits, concurrency=max(1, limits.concurrency // ranks), memory_limit=memory_limit, node=node)
 
 
-def resolve_staging(options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int) -> Limits:
+def resolve_staging(
+    options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int, shared: bool = False
+) -> Limits:
     """Limits of a load to a device: the ring in host memory, and how far the device's memory runs ahead of the caller.
 
     `memory_limit` bounds both, each for itself. Processes of a node share its host memory and its reads; devices have their own.
 
     Args:
         As of `resolve_limits`.
+        shared: whether ranks load together, and fill rings that each of them page-locks.
     """
     ranks = options.local_ranks or 1
     given = options.memory_limit if options.memory_limit is not None and options.memory_limit >= 0 else None
     total = _MOST_STAGED if given is None else given
     most = total // ranks
-    longest = max(_longest_staged(abilities), *(ability.block_nbytes for ability in abilities), 0)
+    longest = max(_longest_staged(abilities, shared=shared), *(ability.block_nbytes for ability in abilities), 0)
     chunk = max(_LEAST_SLOT, min(longest, most // 8 // PAGE * PAGE))
     chunk = min(chunk, max(64 * KIB, -(-nbytes // PAGE) * PAGE))
     concurrency = options.concurrency or _staging_concurrency(abilities)
@@ -132,11 +135,15 @@ def cast_place(options: Options) -> str:
     return "bus" if rate is not None and rate < _NARROW_BUS else "device"
 
 
-def _longest_staged(abilities: Sequence[SourceAbilities]) -> int:
-    """Bytes of a slot. Cached bytes are written to the ring and read from there at once: it should stay in the CPUs' cache."""
+def _longest_staged(abilities: Sequence[SourceAbilities], *, shared: bool) -> int:
+    """Bytes of a slot. Cached bytes are written to the ring and read from there at once: it should stay in the CPUs' cache.
+
+    Of ranks that load together the rings of all count, and half as much is on its way in each.
+    """
     if any(ability.kind == "network" for ability in abilities):
         return NETWORK_CHUNK_NBYTES
-    return STAGED_CHUNK_NBYTES if any(ability.cached is False for ability in abilities) else STAGED_CACHED_CHUNK_NBYTES
+    cold = any(ability.cached is False for ability in abilities)
+    return (STAGED_CHUNK_NBYTES if cold else STAGED_CACHED_CHUNK_NBYTES) // (2 if shared else 1)
 
 
 def _staging_concurrency(abilities: Sequence[SourceAbilities]) -> int:

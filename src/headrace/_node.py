@@ -78,12 +78,13 @@ class Head(ctypes.Structure):
 
     _fields_ = (
         ("token", ctypes.c_char * TOKEN_NBYTES),
-        ("bell", ctypes.c_uint32),  # changes with everything else
+        ("bell", ctypes.c_uint32),  # changes with everything but `done`
         ("filled", ctypes.c_uint32),  # turns whose slots have been filled
         ("done", ctypes.c_uint32),  # the first round of which it may still need a slot
         ("status", ctypes.c_uint32),
         ("blamed", ctypes.c_uint32),
         ("beat", ctypes.c_uint32),
+        ("done_bell", ctypes.c_uint32),  # changes with `done` and `status`: who waits for bytes is not woken by who has got them
     )
     bell: int
     filled: int
@@ -91,6 +92,7 @@ class Head(ctypes.Structure):
     status: int
     blamed: int
     beat: int
+    done_bell: int
 
 
 class _Ring:
@@ -98,7 +100,7 @@ class _Ring:
 
     def __init__(self, memory: mmap.mmap, slots: int) -> None:
         self.memory, self.head = memory, Head.from_buffer(memory)
-        self.bell = ctypes.addressof(self.head) + Head.bell.offset  # type: ignore[attr-defined]
+        self.bells = {name: ctypes.addressof(self.head) + getattr(Head, name).offset for name in ("bell", "done_bell")}
         self.slots, self._slot_nbytes = slots, (len(memory) - HEAD_NBYTES) // slots
         self._starts = memoryview(memory)[_STARTS_AT : _STARTS_AT + 4 * slots].cast("I")
 
@@ -150,16 +152,15 @@ class NodeMemory:
             PeerError: another rank left, or is gone.
         """
         for other in self._rings:
-            if other is not self._own and not self._wait(other, lambda head: head.done >= after):
+            if other is not self._own and not self._wait_done(other, after):
                 return False
         _copy(pieces, self._own.slot(turn), out=False)
-        self._say(filled=turn + 1)
+        self._say("bell", filled=turn + 1)
         return True
 
     def room(self, turn: int, *, after: int) -> memoryview | None:
         """The slot of this rank's `turn`-th turn, once all ranks, itself too, are done with `after` rounds. Raises as `send`."""
-        own = self._own
-        return own.slot(turn) if all(self._wait(ring, lambda head: head.done >= after) for ring in self._rings) else None
+        return self._own.slot(turn) if all(self._wait_done(ring, after) for ring in self._rings) else None
 
     def begin(self, turn: int, start: int) -> None:
         """Say where in its slot the bytes of a turn begin. Before it is announced."""
@@ -169,7 +170,7 @@ class NodeMemory:
 
     def announce(self, turns: int) -> None:
         """So many turns of this rank's have been filled, from the first one on."""
-        self._say(filled=turns)
+        self._say("bell", filled=turns)
 
     def slots(self, rank: int) -> memoryview:
         """All slots of a rank's ring."""
@@ -190,11 +191,11 @@ class NodeMemory:
             PeerError: another rank left, or is gone.
         """
         ring = self._rings[owner]
-        return ring.filled(turn) if self._wait(ring, lambda head: head.filled > turn) else None
+        return ring.filled(turn) if self._wait(ring, "bell", lambda head: head.filled > turn) else None
 
     def done(self, rounds: int) -> None:
         """This rank needs nothing more of the first so many rounds."""
-        self._say(done=rounds)
+        self._say("done_bell", done=rounds)
 
     def leave(self, leaving: Leaving) -> None:
         """Tell the others that this rank takes no part any more, and end its own waiting."""
@@ -204,7 +205,7 @@ class NodeMemory:
             if not self._rings:
                 return
             self._own.memory[TEXT_AT : TEXT_AT + len(text)] = text
-        self._say(blamed=leaving.blamed, status=leaving.status)
+        self._say("bell", "done_bell", blamed=leaving.blamed, status=leaving.status)
 
     def beat(self) -> None:
         """Give a sign of life."""
@@ -223,23 +224,28 @@ class NodeMemory:
         for fd in processes:
             os.close(fd)
 
-    def _say(self, **words: int) -> None:
+    def _say(self, *bells: str, **words: int) -> None:
         with self._lock:
             if not self._rings:
                 return
+            head = self._own.head
             for name, value in words.items():
-                setattr(self._own.head, name, value)
-            self._own.head.bell = (self._own.head.bell + 1) % (1 << 32)
-            wake(self._own.bell)
+                setattr(head, name, value)
+            for bell in bells:
+                setattr(head, bell, (getattr(head, bell) + 1) % (1 << 32))
+                wake(self._own.bells[bell])
 
-    def _wait(self, ring: _Ring, is_so: Callable[[Head], bool]) -> bool:
+    def _wait_done(self, ring: _Ring, rounds: int) -> bool:
+        return self._wait(ring, "done_bell", lambda head: head.done >= rounds)
+
+    def _wait(self, ring: _Ring, bell: str, is_so: Callable[[Head], bool]) -> bool:
         """Until another rank's head says so. False when this rank leaves; PeerError when another one does."""
         if is_so(ring.head) and not self._left:
             return True
-        beats, since = [other.head.beat for other in self._rings], time.monotonic()
-        looked = since - NAP_S
+        beats = [other.head.beat for other in self._rings]
+        since = looked = time.monotonic()
         while True:
-            bell, now, gone = ring.head.bell, time.monotonic(), list[int]()
+            rung, now, gone = getattr(ring.head, bell), time.monotonic(), list[int]()
             if now - looked >= NAP_S:  # who is there is looked at now and then: it costs more than all of the rest
                 gone, looked = self._ended(), now  # asked before they are asked what they said last
             if self._left:
@@ -250,7 +256,7 @@ class NodeMemory:
             if now - since > self._timeout_s:
                 self._check_beats(beats)
                 beats, since = [other.head.beat for other in self._rings], now
-            sleep(ring.bell, bell, NAP_S)
+            sleep(ring.bells[bell], rung, NAP_S)
 
     def _ended(self) -> list[int]:
         """Ranks whose processes have ended."""

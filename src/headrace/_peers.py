@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,9 +27,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from headrace.errors import HeadraceError, OptionError, PeerError
 
 _TIMEOUT_S: Final = 120.0
+_FAREWELL_S: Final = 5.0  # how long a rank that cannot begin stays, so that the others hear of it
 _NEVER: Final = timedelta(days=30)
 _POLL_S: Final = 0.0005
 _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, after a connection broke
+
+_SLICE_S: Final = 0.05  # how long to wait in the store at a time
 
 _loads = Counter[str]()  # by group: all ranks of one begin their loads together in the same order
 
@@ -43,6 +47,13 @@ class _Failure(NamedTuple):
     """What a rank gives that cannot begin."""
 
     why: str
+
+
+class _Word(NamedTuple):
+    """What a rank gives at one step, and what it is about."""
+
+    about: str
+    what: Any
 
 
 class Peers:
@@ -71,24 +82,35 @@ class Peers:
         members = dist.get_process_group_ranks(dist.group.WORLD if group is True or group == "node" else group)
         if dist.get_rank() not in members:
             raise OptionError("this process is not in the group", option="group")
-        self.group = dist.group.WORLD if group is True or group == "node" else group
+        self.group: Any = dist.group.WORLD if group is True or group == "node" else group
         self._join(members)
         if group == "node":
-            nodes = self.gather(_node())
+            nodes = self.gather(_node(), about="nodes")
             self._join([member for member, node in zip(members, nodes, strict=True) if node == nodes[self.rank]])
 
     def _join(self, members: Sequence[int]) -> None:
-        self.rank, self.size, self.members = members.index(dist.get_rank()), len(members), list(members)
-        name = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
-        self._store = dist.PrefixStore(f"headrace/{name}/{_loads[name]}", _get_default_store())  # type: ignore[attr-defined]
+        name = hashlib.sha256(repr((self.group.group_name, list(members))).encode()).hexdigest()[:16]
+        self._begin(members, f"headrace/{name}/{_loads[name]}")
         _loads[name] += 1
+
+    def _begin(self, members: Sequence[int], prefix: str) -> None:
+        self.rank, self.size, self.members = members.index(dist.get_rank()), len(members), list(members)
+        self._prefix, self._phases = prefix, 0
+        self._store = dist.PrefixStore(prefix, _get_default_store())  # type: ignore[attr-defined]
         self._steps = 0
         self._agreed = False
         self._wire: Any = None
 
+    def next_phase(self) -> Peers:
+        """The same ranks, for another phase of the same load: ranks with more or fewer phases still are at the same load."""
+        other = copy(self)
+        self._phases += 1
+        other._begin(self.members, f"{self._prefix}/{self._phases}")
+        return other
+
     def agree(self, **digests: str) -> None:
         """Compare what the ranks are about to do. Raises PeerError where another rank has failed, or other digests."""
-        for rank, theirs in enumerate(self.gather(digests)):
+        for rank, theirs in enumerate(self.gather(digests, about=", ".join(digests))):
             for what, digest in digests.items():
                 if theirs[what] != digest:
                     raise PeerError(
@@ -98,17 +120,21 @@ class Peers:
                     )
         self._agreed = True
 
-    def gather(self, what: Any) -> list[Any]:
+    def gather(self, what: Any, *, about: str) -> list[Any]:
         """What every rank gives, in the order of ranks.
 
+        Args:
+            about: in a word; ranks that ask for other kinds of loads have other things to say.
+
         Raises:
-            PeerError: a rank has failed instead, or did not come.
+            PeerError: a rank has failed instead, speaks of something else, or did not come.
         """
         step, self._steps = self._steps, self._steps + 1
         keys = [f"{step}/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], pickle.dumps(what).hex())
-            found = [pickle.loads(bytes.fromhex(self._awaited(key, rank))) for rank, key in enumerate(keys)]
+            self._store.set(keys[self.rank], pickle.dumps(_Word(about, what)).hex())
+            self._await_keys(keys, self.timeout_s)
+            found = [pickle.loads(bytes.fromhex(str(self._store.get(key), "ascii"))) for key in keys]
             if step:
                 self._store.delete_key(f"{step - 1}/{self.rank}")  # all have read it, since they are at this step
         except PeerError:
@@ -116,16 +142,23 @@ class Peers:
         except RuntimeError as exc:
             raise PeerError(f"the store of the group cannot be reached: {exc}") from exc
         for rank, theirs in enumerate(found):
-            if isinstance(theirs, _Failure) and rank != self.rank:
+            if theirs.about != about and rank != self.rank:
                 self._agreed = True  # they know that this rank does not go on
-                raise PeerError(f"rank {rank} failed before the load began: {theirs.why}", rank=rank)
-        return found
+                if isinstance(theirs.what, _Failure):
+                    raise PeerError(f"rank {rank} failed before the load began: {theirs.what.why}", rank=rank)
+                raise PeerError(
+                    f"rank {rank} is about to load in another way than rank {self.rank} (it comes with {theirs.about}, this rank "
+                    f"with {about}); ranks of a group give the same arguments, slices excepted",
+                    rank=rank,
+                )
+        return [theirs.what for theirs in found]
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others that this rank cannot begin; then leave."""
+        """Tell the others that this rank cannot begin; then leave, when they have heard of it."""
         if not self._agreed:
+            self.timeout_s = min(self.timeout_s, _FAREWELL_S)
             with suppress(HeadraceError):
-                self.gather(_Failure(f"{type(error).__name__}: {error}"[:2000]))
+                self.gather(_Failure(f"{type(error).__name__}: {error}"[:2000]), about="failure")
         self.close()
 
     def connect(self) -> None:
@@ -207,14 +240,22 @@ class Peers:
             with suppress(RuntimeError):
                 wire.abort()
 
-    def _awaited(self, key: str, rank: int) -> str:
-        try:
-            self._store.wait([key], timedelta(seconds=self.timeout_s))
-        except RuntimeError as exc:
-            if self._store.check([key]):
-                raise
-            raise PeerError(f"rank {rank} did not come to load within {self.timeout_s:g} s", rank=rank) from exc
-        return str(self._store.get(key), "ascii")
+    def _await_keys(self, keys: Sequence[str], timeout_s: float) -> None:
+        """Until all ranks have written theirs. Raises PeerError about the first that has not.
+
+        A little at a time: while a store waits in one thread, no other one of the process can write to it what the ranks of
+        another load wait for.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            with suppress(RuntimeError):
+                self._store.wait(list(keys), timedelta(seconds=min(_SLICE_S, timeout_s)))
+                return
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if not missing:
+                return
+            if time.monotonic() > until:
+                raise PeerError(f"rank {missing[0]} did not come to load within {timeout_s:g} s", rank=missing[0])
 
     def _wait(self, work: Any) -> None:
         """Wait for an operation; it may take as long as it likes, so long as every rank gives signs of life."""
@@ -251,8 +292,9 @@ class Peers:
         keys = [f"alive/{rank}" for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], "1")
-            with suppress(RuntimeError):
-                self._store.wait(keys, timedelta(seconds=_SURVEY_S))
-            return next((rank for rank, key in enumerate(keys) if not self._store.check([key])), None)
+            self._await_keys(keys, _SURVEY_S)
+        except PeerError as exc:
+            return exc.rank
         except RuntimeError:
             return 0 if self.rank else None  # the process that keeps the store, as a rule the first one
+        return None

@@ -127,13 +127,13 @@ def _requests_by(
 
 
 def agree_on_places(requests: Sequence[Request], peers: Peers) -> None:
-    """Compare what ranks have made of a function of theirs: as many places, of the same kinds. Collective.
+    """Compare where the ranks load to: as many places, of the same kinds. Collective.
 
     Raises:
         PeerError: a rank has others, or failed.
     """
     kinds = ["shared-cpu" if request.is_shared else request.device_name.partition(":")[0] for request in requests]
-    for rank, theirs in enumerate(peers.gather(kinds)):
+    for rank, theirs in enumerate(peers.gather(kinds, about="places")):
         if theirs != kinds:
             raise PeerError(f"rank {rank} loads to {theirs}, and rank {peers.rank} to {kinds}, in this order", rank=rank)
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
+from functools import partial
 from typing import Any, Final
 
 from headrace import _node
@@ -64,9 +66,9 @@ def join_relay(
     assert staging is not None, "of a load to a device"
     longest = max((max(plan.reads[i].nbytes, landing_nbytes(plan.reads[i])) for i in share.rounds), default=0)
     slot_nbytes = round_up(min(staging.slot_nbytes, longest + 2 * PAGE), PAGE)
-    # One for each reader, and two that are copied out of: every rank page-locks every slot of the node.
-    slots = max(1, min(staging.slots, plan.limits.concurrency + 2, share.owners.count(peers.rank), _node.MOST_SLOTS))
-    node = _node.share(peers.rank, peers.gather, slot_nbytes, peers.timeout_s, slots)
+    # One for each reader, and one that is copied out of: every rank page-locks every slot of the node.
+    slots = max(1, min(staging.slots, plan.limits.concurrency + 1, share.owners.count(peers.rank), _node.MOST_SLOTS))
+    node = _node.share(peers.rank, partial(peers.gather, about="rings"), slot_nbytes, peers.timeout_s, slots)
     if node is None:
         return join_wire(peers, plan, sources, share, blocks, policy, device, progress)
     describe(progress, peers, plan, share, policy, over_memory=True)
@@ -311,15 +313,19 @@ class Relay:
     def _await_copies(self) -> None:
         """Say of each round that this rank is through with it when its copies out of shared memory are done."""
         while (flying := self._flying.get()) is not None:
-            k, event = flying
-            self._device.synchronize(event)
-            self._finish(k)
+            rounds = [flying]
+            with suppress(queue.Empty):
+                while (another := self._flying.get_nowait()) is not None:
+                    rounds.append(another)
+                self._flying.put(None)
+            self._device.synchronize(rounds[-1][1])  # on one stream the last event covers those before it
+            self._finish(*(k for k, _ in rounds))
             with self._state:
-                self._events.append(event)
+                self._events += [event for _, event in rounds]
 
-    def _finish(self, k: int) -> None:
+    def _finish(self, *rounds: int) -> None:
         with self._state:
-            self._done.add(k)
+            self._done.update(rounds)
             while self._first in self._done:
                 self._done.remove(self._first)
                 self._first += 1

@@ -117,8 +117,11 @@ class Request:
         if self.direct is not None:
             wanted = [rows is None or bool(rows) for rows in self.chosen]
             abilities = self.direct.decide(self.checkpoint.sources, abilities, wanted, opening=opening, shared=shared)
-        resolve = resolve_limits if self.device_name == "cpu" else resolve_staging
-        limits = resolve(self.options, abilities, largest=self.checkpoint.largest, nbytes=nbytes)
+        largest = self.checkpoint.largest
+        if self.device_name == "cpu":
+            limits = resolve_limits(self.options, abilities, largest=largest, nbytes=nbytes)
+        else:
+            limits = resolve_staging(self.options, abilities, largest=largest, nbytes=nbytes, shared=shared)
         with gc_paused.held():
             casts, left_alone = choose_casts(self.rule, headers, self.chosen, where)
             for name in uncast:
@@ -386,7 +389,7 @@ class Request:
 
         And the slices of every rank.
         """
-        slices = peers.gather(self.slices)
+        slices = peers.gather(self.slices, about="slices")
         sliced = frozenset(name for each in slices for name in each)
         infos = {name: self.checkpoint[name] for name in sorted(sliced)}
         blocked = choose_blocked(infos, slices)

@@ -70,7 +70,8 @@ class Resident:
         Raises:
             OptionError: it cannot be, and was demanded.
         """
-        if device is None or (peers is not None and not all(peers.gather(self._asked or self._held is not None))):
+        wants = self._asked or self._held is not None
+        if device is None or (peers is not None and not all(peers.gather(wants, about="page-locking"))):
             refused = "another rank does not ask for it" if self._asked and device is not None else ""
             return self.borrow(None), refused
         locked, why, reasons = self._lock_by_turns(device, peers)
@@ -101,7 +102,7 @@ class Resident:
                 if not self.shards and not why:
                     why = "what is held is not page-locked for the device"
             if peers is not None:
-                reasons.append(peers.gather(why)[turn])
+                reasons.append(peers.gather(why, about="page-locking")[turn])
         if peers is not None and not all(reasons):
             self._forgive_times(device)
         return locked, why, reasons

@@ -10,6 +10,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from headrace._filling import Filler, Hops, SpanMemory, landing_nbytes
@@ -39,7 +40,7 @@ def join_tables(plan: Plan, target: HostTarget, peers: Peers | None, progress: P
         progress.exchange = "pages of this process's own: there is no group"
         return Tables(plan, pages, target)
     peers.agree(tables=_digest_of(plan))
-    pages = share_pages(layout, rank=peers.rank, gather=peers.gather, timeout_s=peers.timeout_s)
+    pages = share_pages(layout, rank=peers.rank, gather=partial(peers.gather, about="pages"), timeout_s=peers.timeout_s)
     peers.close()
     progress.rank, progress.ranks = peers.rank, peers.size
     progress.exchange = f"pages that the ranks of the node have in common, read by rank {pages.filler}"

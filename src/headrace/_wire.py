@@ -40,7 +40,23 @@ from headrace.sources.base import ByteSource
 _LEAVE_S: Final = 1.0
 _DEPTH: Final = 3  # rounds under way on the devices
 
-_wires: dict[tuple[tuple[int, ...], str], Any] = {}  # connections are made once: NCCL's take seconds, and a name is used once
+
+@dataclass(slots=True)
+class _Wire:
+    """Connections of a set of ranks. One load at a time has them.
+
+    Attributes:
+        group: of torch.distributed; None until it is made.
+        taken: by a load. `broken`: nobody uses them again.
+    """
+
+    group: Any = None
+    taken: bool = True
+    broken: bool = False
+
+
+_wires: dict[tuple[tuple[int, ...], str], list[_Wire]] = {}  # made once, and kept: NCCL's take seconds
+_taking = threading.Lock()
 _kept_for_good: list[object] = []  # memory that a device may still write to
 
 
@@ -67,16 +83,36 @@ def join_wire(
         how = f"init_process_group('cpu:gloo,{kind}:nccl')"
         raise OptionError(f"the group has no backend for {kind}; start it with {how}, or use group='node'", option="group")
     peers.connect()
-    key = (tuple(peers.members), backend)
-    if key not in _wires:
-        _wires[key] = dist.new_group(peers.members, backend=backend, use_local_synchronization=True)
-    if _wires[key] is None:
-        raise PeerError("the connections of this group's devices broke in an earlier load; start the ranks again")
+    wire = _take_wire(peers, backend)
     describe(progress, peers, plan, share, policy, over_memory=False)
     progress.exchange = f"from device to device over {backend}, since they do not share memory: they are on several nodes"
     if backend != "gloo":
         progress.exchange += f" (headrace has not been verified over {backend})"
-    return DeviceExchange(plan, sources, share, blocks, peers, key, device, progress)
+    return DeviceExchange(plan, sources, share, blocks, peers, wire, device, progress)
+
+
+def _take_wire(peers: Peers, backend: str) -> _Wire:
+    """Connections that no other load of these ranks has. Collective."""
+    with _taking:
+        wires = _wires.setdefault((tuple(peers.members), backend), [])
+        number = next((number for number, wire in enumerate(wires) if not wire.taken), len(wires))
+        if number == len(wires):
+            wires.append(_Wire())
+        wire = wires[number]
+        wire.taken = True
+    try:
+        numbers = peers.gather(number, about="connections")
+        if (other := next((rank for rank, theirs in enumerate(numbers) if theirs != number), None)) is not None:
+            why = f"rank {other} began its loads in another order: loads of the same ranks that are under way at once begin alike"
+            raise PeerError(why, rank=other)
+        if any(each.broken for each in wires):
+            raise PeerError("the connections of this group's devices broke in an earlier load; start the ranks again")
+        if wire.group is None:
+            wire.group = dist.new_group(peers.members, backend=backend, use_local_synchronization=True)
+    except BaseException:
+        wire.taken = False
+        raise
+    return wire
 
 
 def backend_of(config: str, kind: str) -> str | None:
@@ -133,13 +169,13 @@ class DeviceExchange:
         share: Share,
         blocks: Blocks,
         peers: Peers,
-        key: tuple[tuple[int, ...], str],
+        wire: _Wire,
         device: Device,
         progress: Progress,
     ) -> None:
         self.report: Report | None = None
         self._plan, self._sources, self._share, self._blocks = plan, sources, share, blocks
-        self._peers, self._key, self._device, self._progress = peers, key, device, progress
+        self._peers, self._wire, self._device, self._progress = peers, wire, device, progress
         self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
         self._ring: Ring | None = None
         self._issue: Issue[Read] | None = None
@@ -273,6 +309,7 @@ class DeviceExchange:
             self._settle(under_way)
             self._scratch.clear()
             self._peers.close()
+            self._wire.taken = False
             self._ended.set()
 
     def _exchange_rounds(self, under_way: deque[_Round]) -> None:
@@ -352,7 +389,7 @@ class DeviceExchange:
                 if read.span in self._blocks.rows:
                     return self._scatter(owner, offer, buffer, whole)
                 nbytes, source = landing_nbytes(read), self._peers.members[owner]
-                work = dist.broadcast(whole[:nbytes], src=source, group=_wires[self._key], async_op=True)
+                work = dist.broadcast(whole[:nbytes], src=source, group=self._wire.group, async_op=True)
         except RuntimeError as exc:
             raise self._peers.lost(exc) from exc
         self._count(sent=nbytes * (self._peers.size - 1) if owns else 0, received=0 if owns else nbytes)
@@ -368,7 +405,7 @@ class DeviceExchange:
             ends, start = (whole[:0], whole[: sum(sent)], none, sent), sum(sent)
         else:
             ends, start = (whole[:mine], whole[:0], [mine if other == owner else 0 for other in range(len(sizes))], none), 0
-        work = dist.all_to_all_single(*ends, group=_wires[self._key], async_op=True)
+        work = dist.all_to_all_single(*ends, group=self._wire.group, async_op=True)
         self._count(sent=start, received=0 if owner == rank else mine)
         itemsize = DTYPES[self._plan.tensors.sources[self._blocks.rows[read.span]]].itemsize
         return _Round(work, buffer, read._replace(position=first * itemsize), read, start, mine, offer.hops)
@@ -447,7 +484,7 @@ class DeviceExchange:
                 self._await_work(left)
             except HeadraceError:
                 _kept_for_good.extend([left, *under_way, *self._scratch])
-                _wires[self._key] = None
+                self._wire.broken = True
                 return
 
     def _fail(self, exc: BaseException) -> None:
