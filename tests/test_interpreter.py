@@ -261,6 +261,33 @@ def test_loads_that_a_program_left_open_are_stopped_before_the_interpreter_ends(
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, ["1 True", "[]"], "")
 
 
+DAEMON = """
+    import threading
+    import headrace
+    from headrace.sources.memory import MemorySource
+    waits = threading.Event()
+    class Endless(MemorySource):
+        def read_into(self, offset, buffer):
+            if offset >= 4 << 20:
+                waits.set()
+                threading.Event().wait()
+            super().read_into(offset, buffer)
+    def load():
+        for _ in headrace.stream(Endless(open({path!r}, "rb").read()), concurrency=2, memory_limit=0):
+            pass
+    threading.Thread(target=load, daemon=True).start()
+    waits.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_daemon_thread_that_waits_for_a_tensor_says_nothing_when_the_interpreter_ends(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", random_contents(*[MIB] * 8))
+    code = textwrap.dedent(DAEMON.format(path=str(path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_loads_that_are_over_are_known_no_more(tmp_path: Path) -> None:
     path = write(tmp_path / "m.safetensors", random_contents(*[MIB] * 2))
     before = len(running._loads)

@@ -191,6 +191,7 @@ class Engine:
             try:
                 while True:
                     if self._stopped:
+                        self._stay_if_daemon()
                         raise StreamError("the stream is closed")
                     if self._errors:
                         raise self._failure()
@@ -202,6 +203,11 @@ class Engine:
                         self.job.on_progress(self.progress.snapshot())
             finally:
                 self._caller_waits = False
+
+    def _stay_if_daemon(self) -> None:
+        """Keep a daemon thread of the program's where it is once the interpreter ends, as any other wait would, without an error."""
+        while running.is_over and threading.current_thread().daemon:
+            self._state.wait()
 
     def _nothing_in_flight(self) -> bool:
         """Whether every ticket that was taken has been finished. Steady while a reader waits for memory with the next one."""

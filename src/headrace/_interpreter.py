@@ -108,6 +108,7 @@ class _Running:
     def __init__(self) -> None:
         self._loads: dict[int, Stoppable] = {}
         self._registered = False
+        self.is_over = False
 
     def add(self, load: Stoppable) -> None:
         if not self._registered:  # now, not at the import: what is registered later runs earlier
@@ -120,6 +121,7 @@ class _Running:
 
     def stop_all(self) -> None:
         """Stop them, the latest first."""
+        self.is_over = True
         for load in reversed(list(self._loads.values())):
             with suppress(Exception):  # nobody is left to take it, and the others have to be stopped as well
                 load.stop()
