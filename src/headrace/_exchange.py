@@ -14,13 +14,11 @@ every rank takes its part out of each; over the group the owner takes them apart
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 
@@ -30,17 +28,17 @@ from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._landing import Filling, Landing, Maker
-from headrace._node import FAILED, SLOTS, STOPPED, WELL, Leaving, NodeMemory, beat_s, check_left
-from headrace._partition import assign_owners
+from headrace._leaving import FAILED, STOPPED, Leaving, blame_for, check_status, start_beating, status_of
+from headrace._node import SLOTS, NodeMemory
+from headrace._owners import Share, describe, digest_of, share_reads
 from headrace._peers import Peers
-from headrace._plan import Copy, Plan, Read, Span, format_nbytes
+from headrace._plan import Copy, Plan, Read, Span
 from headrace._progress import Progress
+from headrace._rounds import Report
 from headrace._staging import PAGE, Region
-from headrace.errors import PeerError
 from headrace.sources.base import ByteSource
 
 _LEAVE_S: Final = 1.0  # how long `close` waits for this rank's turn to say that it stops
-_STATUS_NBYTES: Final = 512
 _ROOMS: Final = SLOTS + 2  # blocks that this rank has read and that were not exchanged yet
 
 
@@ -74,13 +72,6 @@ def join_group(
     return GroupLanding(inner, _Exchange(plan, share, blocks, peers, node, progress), sources)
 
 
-class Report(Protocol):
-    """Where reads that were exchanged are reported to; the engine."""
-
-    def finish(self, read: Read, hops: Hops) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
-
-
 class _Offer(NamedTuple):
     """Memory of a read: filled where the rank owns the read, to be filled where it does not."""
 
@@ -102,76 +93,6 @@ class _Part(NamedTuple):
     memory: memoryview
     cutouts: list[Cutout]
     copy: Copy
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What of a plan is exchanged, and who reads what.
-
-    Attributes:
-        rounds: indices of the plan's reads that are exchanged, in order. `owners`: their ranks.
-        own_nbytes: bytes that this rank reads.
-    """
-
-    rounds: list[int]
-    owners: list[int]
-    own_nbytes: int
-
-
-def share_reads(plan: Plan, sliced: frozenset[str], rank: int, size: int, policy: str) -> Share:
-    """Divide a plan's reads: those of sliced tensors stay with each rank, all others get an owner.
-
-    Args:
-        policy: 'chunks' (read by read), 'spans' (a large tensor, or a run of small ones, by one rank) or 'files'.
-    """
-    names = plan.tensors.names
-    rounds = [i for i, read in enumerate(plan.reads) if names[plan.spans[read.span].first] not in sliced]
-    keys = {
-        "chunks": rounds,
-        "spans": [plan.reads[i].span for i in rounds],
-        "files": [plan.reads[i].shard for i in rounds],
-    }[policy]
-    owners = assign_owners(keys, [plan.reads[i].nbytes for i in rounds], size)
-    exchanged = dict(zip(rounds, owners, strict=True))
-    own_nbytes = sum(read.nbytes for i, read in enumerate(plan.reads) if exchanged.get(i, rank) == rank)
-    return Share(rounds, owners, own_nbytes)
-
-
-def describe(progress: Progress, peers: Peers, plan: Plan, share: Share, policy: str, *, over_memory: bool) -> None:
-    """Say in the counters what the ranks do."""
-    progress.rank, progress.ranks, progress.total_nbytes = peers.rank, peers.size, share.own_nbytes
-    nbytes = [0] * peers.size
-    for i, owner in zip(share.rounds, share.owners, strict=True):
-        nbytes[owner] += plan.reads[i].nbytes
-    shown = [f"rank {rank} reads {format_nbytes(each)}" for rank, each in enumerate(nbytes)]
-    rest = f" and {peers.size - 8} more" if peers.size > 8 else ""
-    local = share.own_nbytes - nbytes[peers.rank]
-    slices = f", and each rank its own slices, here {format_nbytes(local)}" if local else ""
-    progress.partition = f"{policy}: {', '.join(shown[:8])}{rest} for all{slices}"
-    progress.exchange = (
-        "over the shared memory of their node"
-        if over_memory
-        else "over Gloo, since they do not share memory: they are on several nodes, or in several containers"
-    )
-
-
-def digest_of(plan: Plan, share: Share, blocked: frozenset[str] = frozenset()) -> str:
-    """What all ranks must have in common: names, dtypes and shapes of what is exchanged, and the reads of it.
-
-    Of tensors that are read in blocks each rank may have a shape and a dtype of its own.
-    """
-    tensors, seen = plan.tensors, hashlib.sha256()
-    spans = {plan.reads[i].span for i in share.rounds}
-    for index in sorted(spans):
-        span = plan.spans[index]
-        for row in range(span.first, span.last):
-            name = tensors.names[row]
-            dense = (tensors.dtypes[row], tuple(tensors.shapes[row]), tensors.positions[row])
-            seen.update(repr((name, tensors.sources[row] if name in blocked else dense)).encode())
-    for i, owner in zip(share.rounds, share.owners, strict=True):
-        read = plan.reads[i]
-        seen.update(repr((read.shard, read.offset, read.nbytes, read.position, read.copy, owner)).encode())
-    return seen.hexdigest()
 
 
 class GroupLanding:
@@ -260,7 +181,7 @@ class _GroupFilling:
             assert hops is not None, "only host memory is exchanged"
             self._exchange.offer(k, _Offer(read, self._inner.memory_of(read, touch=not owns), hops))
         except BaseException as exc:
-            self._exchange.leave(FAILED, f"{type(exc).__name__}: {exc}")
+            self._exchange.leave(FAILED, *blame_for(exc))
             raise
         return None
 
@@ -325,7 +246,7 @@ class _Exchange:
             self._begun, self._running = True, len(work)
         for function in work:
             threading.Thread(target=self._run, args=(function,), name="headrace-exchange", daemon=True).start()
-        threading.Thread(target=self._beat, name="headrace-beat", daemon=True).start()
+        start_beating(self._ended, self._peers.timeout_s, self._peers.beat if self._node is None else self._node.beat)
 
     def end(self) -> None:
         """Wait for the threads: for long enough to tell the others, and not for the others' callers.
@@ -385,7 +306,7 @@ class _Exchange:
         try:
             work()
         except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it
-            self.leave(FAILED, str(exc), exc.rank if isinstance(exc, PeerError) else None)
+            self.leave(FAILED, *blame_for(exc))
             if self.report is not None:
                 self.report.fail(exc)
         finally:
@@ -399,15 +320,6 @@ class _Exchange:
                     self._node.close()
                 self._peers.close()
                 self._ended.set()
-
-    def _beat(self) -> None:
-        count = 0
-        while not self._ended.wait(beat_s(self._peers.timeout_s)):
-            count += 1
-            if self._node is not None:
-                self._node.beat()
-            else:
-                self._peers.beat(count)
 
     def _await_offer(self, k: int) -> _Offer | None:
         with self._state:
@@ -537,18 +449,6 @@ def _pack(offer: _Offer, packings: Sequence[Packing], sizes: Sequence[int], part
         for cutout in packing.cutouts if nbytes else ():
             copy_cutout(offer.memory[0], into[at : at + nbytes], cutout, same)
         at += nbytes
-
-
-def status_of(leaving: Leaving | None) -> torch.Tensor:
-    status, blamed, why = leaving if leaving is not None else (WELL, 0, "")
-    message = bytes([status]) + blamed.to_bytes(4, "little") + why.encode()[: _STATUS_NBYTES - 5]
-    return torch.frombuffer(bytearray(message.ljust(_STATUS_NBYTES, b"\0")), dtype=torch.uint8)
-
-
-def check_status(status: torch.Tensor, rank: int) -> None:
-    message = bytes(status.tolist())
-    blamed, why = int.from_bytes(message[1:5], "little"), message[5:].rstrip(b"\0").decode(errors="replace")
-    check_left(Leaving(message[0], blamed, why), rank)
 
 
 def _joined(pieces: Sequence[memoryview]) -> torch.Tensor:

@@ -22,9 +22,9 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any, Final, NamedTuple
 
 from headrace._addresses import move
+from headrace._leaving import WELL, Leaving, check_left, gone_error
 from headrace.errors import PeerError
 
-WELL, STOPPED, FAILED = 0, 1, 2
 SLOTS: Final = 3  # one being filled, one being emptied, one for whoever is late
 
 _NAME: Final = "headrace-ring"
@@ -34,43 +34,8 @@ TEXT_AT, TEXT_NBYTES = 512, 1024
 _STARTS_AT: Final = 2048  # of each slot, where its bytes begin
 MOST_SLOTS: Final = (HEAD_NBYTES - _STARTS_AT) // 4
 NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
-_BEAT_S: Final = 2.0
 _SYSCALL: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}  # futex
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-
-
-class Leaving(NamedTuple):
-    """Why a rank takes no part any more.
-
-    Attributes:
-        status: WELL (it does take part), STOPPED or FAILED.
-        blamed: the rank that is the reason, itself or one that it has lost.
-        why: in words.
-    """
-
-    status: int
-    blamed: int
-    why: str
-
-
-def gone_error(rank: int) -> PeerError:
-    """The error about a rank whose process has ended without a word."""
-    hint = "its own output says why, or the kernel's log (dmesg) if it was killed"
-    return PeerError(f"rank {rank} is gone: its process has ended; {hint}", rank=rank)
-
-
-def beat_s(timeout_s: float) -> float:
-    """How often a rank gives signs of life, where others wait this long for one."""
-    return min(_BEAT_S, timeout_s / 4)
-
-
-def check_left(leaving: Leaving, rank: int) -> None:
-    """Raise PeerError if that is what a rank says of itself."""
-    if leaving.status == STOPPED:
-        raise PeerError(f"rank {rank} stopped before the end of this load; its own output says why", rank=rank)
-    if leaving.status == FAILED:
-        why = leaving.why if leaving.blamed != rank else f"rank {rank} failed: {leaving.why}"
-        raise PeerError(why, rank=leaving.blamed)
 
 
 class Head(ctypes.Structure):

@@ -21,18 +21,14 @@ from contextlib import ExitStack, suppress
 from typing import Any, Final, NamedTuple
 
 from headrace._addresses import Owner, owner_at, view_at
+from headrace._leaving import WELL, Leaving, beat_s, check_left, gone_error
 from headrace._node import (
     HEAD_NBYTES,
     NAP_S,
     TEXT_AT,
     TEXT_NBYTES,
-    WELL,
     Head,
     Invitation,
-    Leaving,
-    beat_s,
-    check_left,
-    gone_error,
     invite,
     open_ring,
     sleep,

@@ -97,7 +97,7 @@ class Peers:
         self.rank, self.size, self.members = members.index(dist.get_rank()), len(members), list(members)
         self._prefix, self._phases = prefix, 0
         self._store = dist.PrefixStore(prefix, _get_default_store())  # type: ignore[attr-defined]
-        self._steps = 0
+        self._steps = self._beat_count = 0
         self._agreed = False
         self._wire: Any = None
 
@@ -228,10 +228,11 @@ class Peers:
                 before, seen, since = seen, self._beats(), time.monotonic()
                 self._check_beats(before, seen)
 
-    def beat(self, count: int) -> None:
+    def beat(self) -> None:
         """Give a sign of life."""
+        self._beat_count += 1
         with suppress(RuntimeError):  # who misses the store finds out by the connections
-            self._store.set(f"beat/{self.rank}", str(count))
+            self._store.set(f"beat/{self.rank}", str(self._beat_count))
 
     def close(self) -> None:
         """Close the connections, also under what waits for a rank that is gone. May be called twice."""

@@ -15,7 +15,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import copy
 from functools import partial
 from typing import Any, Final
 
@@ -24,18 +23,20 @@ from headrace._addresses import address_of, move
 from headrace._blocks import Blocks, Cutout, Packing, packed
 from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
-from headrace._exchange import Report, Share, describe, digest_of, share_reads
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._interpreter import join
-from headrace._node import FAILED, STOPPED, Leaving, NodeMemory, beat_s
+from headrace._leaving import STOPPED, Leaving, start_beating
+from headrace._node import NodeMemory
+from headrace._owners import Share, describe, digest_of, share_reads
 from headrace._peers import Peers
 from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
 from headrace._ring import Issue, Ring
+from headrace._rounds import DeviceRounds
 from headrace._staging import PAGE, Region, round_up
 from headrace._wire import DeviceExchange, join_wire
 from headrace.devices.base import Device
-from headrace.errors import DeviceError, HeadraceError, PeerError, StreamError
+from headrace.errors import DeviceError, StreamError
 from headrace.sources.base import ByteSource
 
 _JOIN_S: Final = 1.0
@@ -75,12 +76,8 @@ def join_relay(
     return Relay(plan, sources, share, blocks, peers, node, device, progress)
 
 
-class Relay:
-    """The rounds of one load. Implements `_pipeline.Relay`.
-
-    Attributes:
-        report: the engine, told of reads that others have filled.
-    """
+class Relay(DeviceRounds):
+    """The rounds of one load. Implements `_pipeline.Relay`."""
 
     def __init__(
         self,
@@ -93,10 +90,8 @@ class Relay:
         device: Device,
         progress: Progress,
     ) -> None:
-        self.report: Report | None = None
-        self._plan, self._sources, self._share, self._blocks = plan, sources, share, blocks
-        self._peers, self._node, self._device, self._progress = peers, node, device, progress
-        self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
+        super().__init__(plan, sources, share, blocks, peers, device, progress)
+        self._node = node
         self._own_rounds = [k for k, owner in enumerate(share.owners) if owner == peers.rank]
         turns = [0] * peers.size
         self._turn_of: list[int] = []  # of each round, the how-manieth of its owner
@@ -110,7 +105,6 @@ class Relay:
         self._flying: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._issuing = threading.Lock()  # no copy is queued out of shared memory after `_unlocked`
         self._unlocked = False
-        self._state = threading.Condition()  # guards what follows
         self._events: list[Any] = []
         self._offers: dict[int, Read] = {}
         self._filled: set[int] = set()  # turns of this rank beyond the first that is not filled
@@ -118,15 +112,10 @@ class Relay:
         self._done: set[int] = set()  # rounds beyond the first one that is not done with
         self._first = 0
         self._left = False
-        self._error: BaseException | None = None
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, name="headrace-beat", daemon=True).start()
+        start_beating(self._closed, peers.timeout_s, node.beat)
 
     # -- for the landing and its readers ---------------------------------------------------------------------------------------
-
-    def report_to(self, report: Report) -> None:
-        """Who is told of what others have read, and of ranks that failed. Before the start."""
-        self.report = report
 
     def attach(self, ring: Ring, issue: Issue[Read], place: Callable[[Read, int, int], None]) -> None:
         """Begin: with the ring for what cannot be copied out of shared memory, and what queues copies. Once, by a reader."""
@@ -136,10 +125,6 @@ class Relay:
             thread = threading.Thread(target=self._run, args=(work,), name=f"headrace-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
-
-    def takes(self, read: Read) -> bool:
-        """Whether a read is exchanged."""
-        return (read.span, read.position) in self._round_of
 
     def fill(self, filler: SlotFiller, read: Read) -> Hops | None:
         """Read, and queue the copies to this rank's device; of a read that another rank owns, wait for nothing.
@@ -341,24 +326,6 @@ class Relay:
             self._fail(exc)
             if self.report is not None:
                 self.report.fail(exc)
-
-    def _fail(self, exc: BaseException) -> None:
-        with self._state:
-            self._error = self._error or exc
-        why = str(exc) if isinstance(exc, PeerError) else f"{type(exc).__name__}: {exc}"
-        self.leave(FAILED, why, exc.rank if isinstance(exc, PeerError) else None)
-
-    def _reason(self) -> BaseException:
-        """What ends a reader that waits for another rank: the error of the reader that failed first."""
-        with self._state:
-            failed = self._error
-        if isinstance(failed, HeadraceError):
-            return copy(failed).with_traceback(None)
-        return StreamError("the stream is closed")
-
-    def _beat(self) -> None:
-        while not self._closed.wait(beat_s(self._peers.timeout_s)):
-            self._node.beat()
 
 
 class _LockedRings:

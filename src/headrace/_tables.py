@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from headrace._filling import Filler, Hops, SpanMemory, landing_nbytes
 from headrace._landing import Filling, Maker
-from headrace._node import FAILED, STOPPED, Leaving
+from headrace._leaving import FAILED, STOPPED, Leaving
 from headrace._pages import Layout, Pages, share_pages
 from headrace._peers import Peers
 from headrace._plan import Plan, Read, Span

@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -25,16 +24,17 @@ from headrace._addresses import address_of, move
 from headrace._blocks import Blocks, packed
 from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
-from headrace._exchange import Report, Share, check_status, describe, status_of
 from headrace._filling import Hops, SlotFiller, landing_nbytes
-from headrace._node import FAILED, STOPPED, Leaving, beat_s
+from headrace._leaving import FAILED, STOPPED, Leaving, check_status, start_beating, status_of
+from headrace._owners import Share, describe
 from headrace._peers import Peers
 from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
 from headrace._ring import Issue, Ring, Slot
+from headrace._rounds import DeviceRounds
 from headrace._staging import Region
 from headrace.devices.base import CollectiveDevice, Device, DeviceBuffer
-from headrace.errors import HeadraceError, OptionError, PeerError, StreamError
+from headrace.errors import HeadraceError, OptionError, PeerError
 from headrace.sources.base import ByteSource
 
 _LEAVE_S: Final = 1.0
@@ -155,12 +155,8 @@ class _Round:
     hops: Hops
 
 
-class DeviceExchange:
-    """The rounds of one load. Implements `_pipeline.Relay`.
-
-    Attributes:
-        report: the engine, told of reads that came in.
-    """
+class DeviceExchange(DeviceRounds):
+    """The rounds of one load. Implements `_pipeline.Relay`."""
 
     def __init__(
         self,
@@ -173,36 +169,24 @@ class DeviceExchange:
         device: Device,
         progress: Progress,
     ) -> None:
-        self.report: Report | None = None
-        self._plan, self._sources, self._share, self._blocks = plan, sources, share, blocks
-        self._peers, self._wire, self._device, self._progress = peers, wire, device, progress
-        self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
+        super().__init__(plan, sources, share, blocks, peers, device, progress)
+        self._wire = wire
         self._ring: Ring | None = None
         self._issue: Issue[Read] | None = None
         self._place: Callable[[Read, int, int], None] | None = None
         self._scratch: list[DeviceBuffer | None] = [None] * (_DEPTH + 1)
         self._thread: threading.Thread | None = None
-        self._state = threading.Condition()  # guards what follows
         self._offers: dict[int, _Offer] = {}
         self._leaving: Leaving | None = None
-        self._error: BaseException | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="headrace-beat", daemon=True).start()
+        start_beating(self._ended, peers.timeout_s, peers.beat)
 
     # -- for the landing and its readers ---------------------------------------------------------------------------------------
-
-    def report_to(self, report: Report) -> None:
-        """Who is told of what came in, and of ranks that failed. Before the start."""
-        self.report = report
 
     def attach(self, ring: Ring, issue: Issue[Read], place: Callable[[Read, int, int], None]) -> None:
         """Begin: with the ring that reads go to, and what queues copies within the device. Once, by a reader."""
         self._ring, self._issue, self._place = ring, issue, place
         self._begin()
-
-    def takes(self, read: Read) -> bool:
-        """Whether a read is exchanged."""
-        return (read.span, read.position) in self._round_of
 
     def fill(self, filler: SlotFiller, read: Read) -> Hops | None:
         """Read what this rank owns; of the rest say that there is memory for it. The engine hears of both when they came in.
@@ -486,22 +470,3 @@ class DeviceExchange:
                 _kept_for_good.extend([left, *under_way, *self._scratch])
                 self._wire.broken = True
                 return
-
-    def _fail(self, exc: BaseException) -> None:
-        with self._state:
-            self._error = self._error or exc
-        why = str(exc) if isinstance(exc, PeerError) else f"{type(exc).__name__}: {exc}"
-        self.leave(FAILED, why, exc.rank if isinstance(exc, PeerError) else None)
-
-    def _reason(self) -> BaseException:
-        with self._state:
-            failed = self._error
-        if isinstance(failed, HeadraceError):
-            return copy(failed).with_traceback(None)
-        return StreamError("the stream is closed")
-
-    def _beat(self) -> None:
-        count = 0
-        while not self._ended.wait(beat_s(self._peers.timeout_s)):
-            count += 1
-            self._peers.beat(count)
