@@ -157,6 +157,17 @@ def test_only_the_fields_asked_for_are_looked_up(monkeypatch: pytest.MonkeyPatch
     assert Options.from_environment(name for name in ["concurrency"]) == Options(concurrency=3)
 
 
+def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for variable in ["HEADRACE_MEMRY_LIMIT", "HEADRACE_CACHE", "HEADRACE_VLLM_TAKEOVER", "HEADRACE_SOMEBODYS", "HEADRACE_PIN"]:
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("HEADRACE_DIRECTIO", " ")
+    for _ in range(2):
+        resolve(None, {})
+    assert [record.getMessage() for record in caplog.records] == [
+        "environment variable HEADRACE_MEMRY_LIMIT is no option, and has no effect; did you mean HEADRACE_MEMORY_LIMIT?"
+    ]
+
+
 def test_looking_up_a_field_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(OptionError) as caught:
         Options.from_environment(["concurency"])

@@ -214,7 +214,7 @@ class Copying:
         if needed > free:
             raise NoSpaceError(
                 f"cannot pull {self._folder.url} to {path}: {needed:,} bytes are needed and {free:,} are free; "
-                "free some, choose another destination, or pull fewer files with include and exclude",
+                "free some, choose another destination, or pull fewer files with include= and exclude=",
                 url=path, status=errno.ENOSPC, needed=needed, free=free,
             )  # fmt: skip
 

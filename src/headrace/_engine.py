@@ -205,7 +205,7 @@ class Engine:
                 self._caller_waits = False
 
     def _stay_if_daemon(self) -> None:
-        """Keep a daemon thread of the program's where it is once the interpreter ends, as any other wait would, without an error."""
+        """Once the interpreter ends, keep the program's daemon threads where they are: as any other wait would, without an error."""
         while running.is_over and threading.current_thread().daemon:
             self._state.wait()
 

@@ -21,6 +21,11 @@ def first_set(*variables: str) -> str | None:
     return next(filter(None, (os.environ.get(variable, "").strip() for variable in variables)), None)
 
 
+def set_variables(prefix: str) -> list[str]:
+    """The names of variables that begin so and are set."""
+    return [name for name in os.environ if name.startswith(prefix) and os.environ[name].strip()]
+
+
 def switch(variable: str) -> bool | None:
     """Whether a variable says on or off; None where it is not set. Raises OptionError for anything else."""
     text = (first_set(variable) or "").lower()

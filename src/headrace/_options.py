@@ -7,6 +7,8 @@ argument wins over HEADRACE_*, that over RUNAI_STREAMER_* (the names its users a
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -14,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from typing_extensions import Unpack
 
-from headrace._environment import first_set
+from headrace._environment import first_set, set_variables
 from headrace.errors import OptionError
+
+log = logging.getLogger("headrace.options")
 
 Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
@@ -198,12 +202,16 @@ class Options:
 
 
 _NAMES = tuple(field.name for field in fields(Options))
+_VARIABLES = frozenset(f"HEADRACE_{name.upper()}" for name in _NAMES)
 
 
 def resolve(options: Options | None, overrides: Mapping[str, Any]) -> Options:
     """Arguments over `options` over the environment. Fields that nobody set stay None."""
     given = (options if options is not None else Options()).merged(overrides)
     unset = [name for name in _NAMES if getattr(given, name) is None]
+    for variable in set_variables("HEADRACE_"):
+        if variable not in _VARIABLES:
+            _tell_of_misspelt(variable)
     surroundings = Options.from_environment(unset)
     return replace(given, **{name: getattr(surroundings, name) for name in unset})
 
@@ -220,6 +228,14 @@ def _require_known(name: str) -> None:
         near = get_close_matches(name, _NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(_NAMES)}"
         raise OptionError(f"there is no option {name!r}{hint}", option=name)
+
+
+@functools.cache  # once for each
+def _tell_of_misspelt(variable: str) -> None:
+    """Warn of a variable that is nearly an option's; others may be somebody else's, or about other things than loads."""
+    near = get_close_matches(variable, _VARIABLES, n=1, cutoff=0.85)
+    if near:
+        log.warning("environment variable %s is no option, and has no effect; did you mean %s?", variable, near[0])
 
 
 def _lookup(name: str) -> tuple[str, str | None]:
