@@ -205,7 +205,7 @@ class Engine:
                 self._caller_waits = False
 
     def _stay_if_daemon(self) -> None:
-        """Once the interpreter ends, keep the program's daemon threads where they are: as any other wait would, without an error."""
+        """Once the interpreter ends, keep the program's daemon threads where they are: no error, as of any other wait."""
         while running.is_over and threading.current_thread().daemon:
             self._state.wait()
 
