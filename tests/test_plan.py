@@ -31,6 +31,7 @@ from headrace._plan import (
     Read,
     SourceAbilities,
     Span,
+    counted,
     format_nbytes,
 )
 from headrace._planner import make_plan
@@ -426,8 +427,8 @@ def test_memory_that_is_given_is_exactly_the_tensors(request: Request) -> None:
 def test_a_plan_explains_itself_without_reading(request: Request) -> None:
     plan = request.plan()
     text = str(plan)
-    assert f"{len(plan.tensors):,} tensors" in text
-    assert f"{sum(not read.joined for read in plan.reads):,} requests" in text
+    assert text.startswith(f"{counted(len(plan.tensors), 'tensor')}, ")
+    assert f"reads    {counted(sum(not read.joined for read in plan.reads), 'request')} for " in text
     assert ("surplus" in text) == bool(plan.surplus_nbytes)
     for _, route, reason in plan.routes:
         assert f"{route}: {reason}" in text
@@ -677,7 +678,7 @@ def test_explanation_names_casts_and_what_was_left_alone() -> None:
         left_alone=[("scale", "its name matches '*scale*'")],
     )
     text = str(plan)
-    assert "casts    1 tensors" in text
+    assert "casts    1 tensor," in text
     assert "scale (its name matches '*scale*')" in text
     assert "3 at a time" in text
     assert "m.safetensors" in text

@@ -288,22 +288,23 @@ def _explain(plan: Plan) -> Iterator[str]:
     yield _size(plan)
     surplus = plan.surplus_nbytes
     extra = f", {format_nbytes(surplus)} of them surplus (cheaper read than skipped)" if surplus else ""
-    requests = f"{plan.requests:,} requests for {format_nbytes(plan.read_nbytes)}"
+    requests = f"{counted(plan.requests, 'request')} for {format_nbytes(plan.read_nbytes)}"
     yield f"reads    {requests}{extra}; {plan.limits.concurrency} at a time"
     if plan.limits.node is not None:
         yield f"share    {plan.limits.node}; at least one read each"
     if plan.group:
         yield f"group    {plan.group}"
-    spans, bound = f"{len(plan.spans):,} spans", format_nbytes(_bound(plan))
+    spans, bound = counted(len(plan.spans), "span"), format_nbytes(_bound(plan))
     if plan.mapped_nbytes:
         yield f"mapped   {format_nbytes(plan.mapped_nbytes)} of tensors are views of their files; nothing of them is read ahead"
     yield f"memory   {format_nbytes(plan.memory_nbytes)} of tensors in {spans}; at most {bound} ahead of the caller"
     if plan.limits.staging is not None:
         yield from _explain_staging(plan, plan.limits.staging)
     for count, place in _cast_places(plan):
-        yield f"casts    {count:,} tensors, {place}"
+        yield f"casts    {counted(count, 'tensor')}, {place}"
     if plan.left_alone:
-        yield f"kept     {len(plan.left_alone):,} tensors keep their dtype: {_first(plan.left_alone)}"
+        keep = "keeps its" if len(plan.left_alone) == 1 else "keep their"
+        yield f"kept     {counted(len(plan.left_alone), 'tensor')} {keep} dtype: {_first(plan.left_alone)}"
     for (route, reason), group in groupby(sorted(plan.routes, key=lambda r: r[1:]), key=lambda r: r[1:]):
         urls = [r.url for r in group]
         yield f"route    {route}: {reason} ({_shortened(urls)})"
@@ -311,21 +312,22 @@ def _explain(plan: Plan) -> Iterator[str]:
 
 def _size(plan: Plan) -> str:
     used, shards = sum(route.route != "none" for route in plan.routes), len(plan.routes)
-    tensors = f"{len(plan.tensors):,} tensor{'' if len(plan.tensors) == 1 else 's'}"
-    return f"{tensors}, {format_nbytes(plan.wanted_nbytes)} in {used:,} of {shards:,} shard{'' if shards == 1 else 's'}"
+    tensors = counted(len(plan.tensors), "tensor")
+    return f"{tensors}, {format_nbytes(plan.wanted_nbytes)} in {used:,} of {counted(shards, 'shard')}"
 
 
 def _explain_staging(plan: Plan, staging: Staging) -> Iterator[str]:
     pinned = {"off": "not page-locked (pin='off')", "auto": "page-locked if it can be", "require": "page-locked"}[staging.pin]
-    ring = f"{staging.slots:,} slots of {format_nbytes(staging.slot_nbytes)}"
+    ring = f"{counted(staging.slots, 'slot')} of {format_nbytes(staging.slot_nbytes)}"
     yield f"staging  {ring} in host memory, {pinned}; one copy per read to {plan.device}"
     direct = [read.nbytes for read in plan.reads if read.direct]
     if direct:
-        share = f"{len(direct):,} requests for {format_nbytes(sum(direct))} go straight into {plan.device}"
+        share = f"{counted(len(direct), 'request')} for {format_nbytes(sum(direct))} straight into {plan.device}"
         yield f"direct   {share}; what is no whole page goes through the ring"
     misaligned = sum(len(span.misaligned) for span in plan.spans)
     if misaligned:
-        yield f"aligned  {misaligned:,} tensors are copied once more on the device, to addresses that suit their dtypes"
+        once = f"{counted(misaligned, 'tensor')} copied once more on the device"
+        yield f"aligned  {once}, to where suits the dtype"
 
 
 def _cast_places(plan: Plan) -> Iterator[tuple[int, str]]:
@@ -358,6 +360,11 @@ def _shortened(urls: Sequence[str]) -> str:
 def _printable(name: str) -> str:
     """A name on one line, without control characters: checkpoints come from strangers."""
     return name if name.isprintable() else ascii(name)[1:-1]
+
+
+def counted(count: int, noun: str) -> str:
+    """'1 tensor', '60,000 tensors'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_nbytes(nbytes: float) -> str:

@@ -26,8 +26,9 @@ import typer
 
 import headrace
 from headrace import Checkpoint, TensorInfo
+from headrace._plan import counted
 from headrace.cli._arguments import Json, Names, Paths, as_url
-from headrace.cli._screen import Column, Screen, counted, file_name, nbytes_text
+from headrace.cli._screen import Column, Screen, file_name, nbytes_text
 
 _MANY_TENSORS = 40  # more than that are grouped on a terminal
 _MANY_GROUPS = 60

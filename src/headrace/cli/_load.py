@@ -16,8 +16,9 @@ import typer
 
 import headrace
 from headrace import Snapshot
+from headrace._plan import counted
 from headrace.cli._arguments import Json, Trace, with_request
-from headrace.cli._screen import Screen, counted, file_name, nbytes_text, rate_text, seconds_text
+from headrace.cli._screen import Screen, file_name, nbytes_text, rate_text, seconds_text
 from headrace.cli._waiting import State, waiting
 
 Order: TypeAlias = Annotated[

@@ -24,8 +24,9 @@ import typer
 
 import headrace
 from headrace import Plan
+from headrace._plan import counted
 from headrace.cli._arguments import Json, with_request
-from headrace.cli._screen import Column, Screen, counted, file_name, nbytes_text
+from headrace.cli._screen import Column, Screen, file_name, nbytes_text
 
 
 @with_request

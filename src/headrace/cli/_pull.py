@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 import headrace
+from headrace._plan import counted
 from headrace.cli._arguments import Concurrency, Json
-from headrace.cli._screen import Screen, counted, nbytes_text, rate_text, seconds_text
+from headrace.cli._screen import Screen, nbytes_text, rate_text, seconds_text
 from headrace.cli._waiting import State, waiting
 
 if TYPE_CHECKING:

@@ -48,11 +48,6 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds < 10 else f"{seconds:,.1f} s"
 
 
-def counted(count: int, noun: str) -> str:
-    """'1 tensor', '60,000 tensors'."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def file_name(url: str) -> str:
     """The last part of a path or URL."""
     return url.rstrip("/").rpartition("/")[2] or url

@@ -15,8 +15,9 @@ import typer
 
 import headrace
 from headrace import IntegrityError
+from headrace._plan import counted
 from headrace.cli._arguments import Concurrency, Json
-from headrace.cli._screen import Column, Screen, counted, nbytes_text, rate_text, seconds_text
+from headrace.cli._screen import Column, Screen, nbytes_text, rate_text, seconds_text
 from headrace.cli._waiting import State, waiting
 
 if TYPE_CHECKING:
