@@ -19,24 +19,11 @@ headrace.patch()       -> transformers and diffusers load through headrace, insi
 headrace.local_view(url) -> a local folder with the config and tokenizer of a remote model
 """
 
-from headrace._api import (
-    TensorStream,
-    folder,
-    hold,
-    load,
-    open,
-    open_sharded,
-    plan,
-    pull,
-    read,
-    release_staging,
-    save_metadata,
-    stream,
-    verify,
-)
+from headrace._api import hold, load, open, open_sharded, plan, read, release_staging, stream
 from headrace._checking import FileCheck, VerifyProgress
 from headrace._checkpoint import Checkpoint
 from headrace._copying import PullProgress
+from headrace._files import folder, pull, save_metadata, verify
 from headrace._header import TensorInfo
 from headrace._held import Held
 from headrace._options import Options
@@ -46,6 +33,7 @@ from headrace._progress import Snapshot
 from headrace._pull import PullReport
 from headrace._sharded import save_sharded
 from headrace._slices import Parts
+from headrace._stream import TensorStream
 from headrace._verify import VerifyReport
 from headrace.errors import (
     DestinationError,

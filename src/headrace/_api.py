@@ -1,4 +1,4 @@
-"""The public verbs. Each assembles the parts for one call: opens the checkpoint, plans, and runs the engine.
+"""The public verbs about tensors. Each assembles the parts for one call: opens the checkpoint, plans, and runs the engine.
 
 torch is imported when tensors are about to be made and not before: `open` and `plan` work without it.
 """
@@ -6,43 +6,35 @@ torch is imported when tensors are about to be made and not before: `open` and `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from glob import escape
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from headrace._arguments import Group, LoadArguments, Target, Targets
 from headrace._at_once import read_at_once
 from headrace._bar import open_bar
-from headrace._checking import VerifyProgress
-from headrace._checkpoint import Checkpoint, open_files, read_header_text
-from headrace._copying import PullProgress
+from headrace._checkpoint import Checkpoint, open_files
 from headrace._held import Held
 from headrace._hold import hold_checkpoint
-from headrace._indexed import with_shards
 from headrace._interpreter import gc_paused
 from headrace._location import (
     Location,
     Verify,
     is_remote_url,
-    load_manifest,
     local_path,
     note_verified,
     open_location,
     open_place,
+    resolved_options,
     verification_for,
 )
-from headrace._manifest import MANIFEST_NAME
-from headrace._metadata import Metadata, write_metadata
+from headrace._metadata import Metadata
 from headrace._options import Demand, OptionArguments, Options, UsualOptionArguments, resolve
-from headrace._patterns import Patterns
 from headrace._phases import (
-    Load,
-    agree_on_places,
+    gather_more,
+    gathered,
     join_plans,
     open_load,
     placeholders_of,
@@ -50,21 +42,17 @@ from headrace._phases import (
 )
 from headrace._plan import Plan
 from headrace._progress import Snapshot
-from headrace._pull import PullReport, pull_folder
-from headrace._request import Into, Order, Ownership, Rename, Request
+from headrace._request import Into, Order, Ownership, Rename
 from headrace._selection import DTypeRule, Names
 from headrace._sharded import PATTERN, files_of_rank
 from headrace._slices import Index
+from headrace._stream import TensorStream
 from headrace._trace import Tracer
-from headrace._verify import VerifyReport, verify_folder
-from headrace.errors import OptionError, StreamError
+from headrace.errors import OptionError
 from headrace.sources.base import Folder
 
 if TYPE_CHECKING:
     import torch
-
-    from headrace._peers import Peers
-    from headrace._tables import SharedTensor
 
 
 def open(
@@ -107,48 +95,7 @@ def open(
         ...     print(len(checkpoint), checkpoint.nbytes)
         103 90405376
     """
-    return open_location(url, _resolved(url, options, overrides), credentials, verify=verify, metadata=metadata)
-
-
-def save_metadata(
-    url: Location,
-    dst: str | os.PathLike[str],
-    *,
-    credentials: object = None,
-    options: Options | None = None,
-    **overrides: Unpack[OptionArguments],
-) -> list[Path]:
-    """Save what `metadata=` takes: an index, the header of every shard under the shard's name, and their versions.
-
-    Args:
-        url: as for `open`.
-        dst: the folder; made where it does not exist.
-        credentials, options: as for `open`.
-
-    Returns:
-        The files. A shard's begins as the shard does, and ends with the header.
-
-    Raises:
-        As `open`; OptionError: two shards have one name; OSError: `dst` cannot be written to.
-
-    Example:
-        >>> headrace.save_metadata("s3://bucket/minilm", "metadata/minilm")
-        >>> weights = headrace.load("s3://bucket/minilm", metadata="metadata/minilm")
-    """
-    checkpoint = open_location(url, _resolved(url, options, overrides), credentials)
-    try:
-        names, sources = checkpoint.names_of_shards, checkpoint.sources
-        if len(set(names)) < len(names):
-            raise OptionError(f"{checkpoint.url}: two of its files have one name; save the metadata of each folder", option="url")
-        return write_metadata(
-            local_path(dst),
-            {name: read_header_text(source) for name, source in zip(names, sources, strict=True)},
-            {tensor: names[shard] for tensor, (shard, _) in checkpoint.where.items()},
-            dict(zip(names, sources, strict=True)),
-        )
-    finally:
-        if checkpoint is not url:
-            checkpoint.close()
+    return open_location(url, resolved_options(url, options, overrides), credentials, verify=verify, metadata=metadata)
 
 
 def open_sharded(
@@ -222,7 +169,7 @@ def plan(
     Raises:
         As `open`, and TensorNotFoundError for a name that fits nothing.
     """
-    resolved = _resolved(url, options, overrides)
+    resolved = resolved_options(url, options, overrides)
     checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
     try:
         requests = requests_of(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
@@ -305,16 +252,16 @@ def stream(
         ...     for name, tensor in tensors:
         ...         model.get_parameter(name).data.copy_(tensor)
     """
-    resolved = _resolved(url, options, overrides)
+    resolved = resolved_options(url, options, overrides)
     _check_choice("order", order, ("ready", "file"))
     _check_choice("ownership", ownership, ("leased", "copied", "borrowed"))
     tracer = Tracer(trace) if trace is not None else None
-    with _gathered(group, resolved) as peers, ExitStack() as opened:
+    with gathered(group, resolved) as peers, ExitStack() as opened:
         checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
         if checkpoint is not url:
             opened.callback(checkpoint.close)
         requests = requests_of(checkpoint, names, slices, _one_rule(dtype, target_dtypes), resolved, device)
-        _gather_more(peers, requests)
+        gather_more(peers, requests)
         for request in requests:
             opened.callback(request.let_go)
         ending = ExitStack()  # what is done when the load is over
@@ -353,7 +300,7 @@ def load(url: Location, **arguments: Unpack[LoadArguments]) -> dict[str, torch.T
         >>> weights = headrace.load("models/minilm", names="embeddings.*")
     """
     given: dict[str, Any] = {"order": "file", **arguments}
-    options = _resolved(url, given.pop("options", None), _option_overrides(given))
+    options = resolved_options(url, given.pop("options", None), _option_overrides(given))
     if options.memory_limit is None:
         limits = options.memory_limits
         options = options.merged({"memory_limit": -1 if limits is None else {"*": -1} | dict(limits)})
@@ -444,7 +391,7 @@ def hold(
         >>> with headrace.hold("models/minilm") as held:
         ...     weights = headrace.load(held)
     """
-    resolved = _resolved(url, options, overrides)
+    resolved = resolved_options(url, options, overrides)
     for option, value in (("in_place", in_place), ("pin", pin)):
         _check_choice(option, value, ("off", "auto", "require"))
     checkpoint = open_location(url, resolved, credentials, verify=verify, metadata=metadata)
@@ -459,202 +406,6 @@ def hold(
         raise
 
 
-def pull(
-    url: str | os.PathLike[str] | Folder,
-    dst: str | os.PathLike[str],
-    *,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    move: bool = False,
-    credentials: object = None,
-    progress: Callable[[PullProgress], None] | None = None,
-    options: Options | None = None,
-    **overrides: Unpack[OptionArguments],
-) -> PullReport:
-    """Copy files from any source to a local folder, /dev/shm for example: in parallel, resumable, each file whole or not there.
-
-    Args:
-        url: a folder, or one file, as for `open`; an index stands for itself and the shards that it names.
-        dst: the folder to fill; made where it does not exist. Two pulls to one folder do the work once.
-        include, exclude: patterns of paths below `url`; None: everything, and nothing.
-        move: remove the files from a local source, after every byte was compared.
-        credentials: as for `open`.
-        progress: called with a `PullProgress`, on the calling thread.
-        options: tuning; see `Options`. Every field may also be given by name.
-
-    Returns:
-        What was copied, resumed and skipped.
-
-    Raises:
-        As `open`; DestinationError, NoSpaceError: `dst` cannot be written to, or has no room. FormatError: a name that leads out
-        of `dst`. IntegrityError: a copy is not what was read.
-
-    Example:
-        >>> headrace.pull("s3://bucket/minilm", "/dev/shm/minilm", exclude="*.bin")
-    """
-    resolved = _resolved(url, options, overrides)
-    folder, only = with_shards(*open_place(url, resolved, credentials))
-    return pull_folder(
-        folder,
-        local_path(dst),
-        include=include if only is None else escape(only),
-        exclude=exclude,
-        concurrency=resolved.concurrency,
-        move=move,
-        progress=progress,
-    )
-
-
-def verify(
-    url: str | os.PathLike[str] | Folder,
-    *,
-    manifest: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    write: bool = False,
-    out: str | os.PathLike[str] | None = None,
-    progress: Callable[[VerifyProgress], None] | None = None,
-    credentials: object = None,
-    options: Options | None = None,
-    **overrides: Unpack[OptionArguments],
-) -> VerifyReport:
-    """Check every file of a checkpoint against its digests, or write a manifest of them. Reads everything.
-
-    Args:
-        url: a folder, or one file, as for `open`. Hidden files are left out.
-        manifest: a path, a URL or the JSON of a manifest. None: the headrace.manifest.json in the folder, or where there is
-            none the digests that the store knows.
-        write: write a manifest instead, of the files as they are. It is put into the folder, which has to be a local one.
-        out: write it to this local path, whatever the folder is.
-        progress: called with a `VerifyProgress`, on the calling thread.
-        credentials: as for `open`.
-        options: tuning; see `Options`. Every field may also be given by name.
-
-    Returns:
-        What was found, file by file. Damage does not raise: look at `report.ok` and `report.failed`.
-
-    Raises:
-        As `open`; OptionError: there is nothing to check against, or a manifest would have to be written into a store.
-        DestinationError: the manifest cannot be written.
-
-    Example:
-        >>> headrace.verify("models/minilm", write=True).written
-        'models/minilm/headrace.manifest.json'
-        >>> headrace.verify("models/minilm").ok
-        True
-    """
-    resolved = _resolved(url, options, overrides)
-    place, only = with_shards(*open_place(url, resolved, credentials))
-    if (write or out is not None) and manifest is not None:
-        making = "write=True" if write else "out="
-        raise OptionError(f"{making} makes a manifest, so manifest= cannot be given; leave one of the two out", option="manifest")
-    return verify_folder(
-        place,
-        only,
-        manifest=load_manifest(manifest, resolved, credentials) if manifest is not None else None,
-        out=_manifest_path(place, only, out) if write or out is not None else None,
-        concurrency=resolved.concurrency,
-        progress=progress,
-    )
-
-
-def folder(
-    url: str | os.PathLike[str] | Folder,
-    *,
-    credentials: object = None,
-    options: Options | None = None,
-    **overrides: Unpack[OptionArguments],
-) -> Folder:
-    """Find the folder, bucket prefix or repository that a url names, to list it and to open its files. Nothing is asked yet.
-
-    Args:
-        url: a folder, or a local or safetensors file, whose folder is meant.
-        credentials: as for `open`.
-        options: tuning; see `Options`. Every field may also be given by name.
-
-    Returns:
-        `names()` lists the files directly inside, `walk()` those below as well where the store can tell, `open(name)` opens one.
-        Any of them raises SourceNotFoundError, SourcePermissionError or SourceError where the store says so.
-
-    Raises:
-        OptionError: there is no source for such a url.
-
-    Example:
-        >>> headrace.folder("models/minilm").names()
-        ['config.json', 'model.safetensors']
-    """
-    return open_place(url, _resolved(url, options, overrides), credentials)[0]
-
-
-class TensorStream(Iterator[tuple[str, Any]]):
-    """(name, tensor) pairs of one load. A context manager, and an iterator that runs once.
-
-    Reading starts with the `with` block or the first tensor that is asked for. The stream closes at its end, at the end
-    of the block, on an error, when `close` is called and when it is abandoned.
-
-    Attributes:
-        plan: what is being done.
-        shared: {name: `SharedTensor`} of the tensors that go to "shared-cpu", known before they are there.
-    """
-
-    def __init__(self, engine: Load, shared: Mapping[str, SharedTensor]) -> None:
-        self._engine = engine
-        self._tensors = engine.run()
-        self._iterated = False
-        self.plan, self.shared = engine.plan, shared
-
-    @property
-    def stats(self) -> Snapshot:
-        """What the load has done so far and where its time went; final once the stream is closed."""
-        return self._engine.progress.snapshot()
-
-    def __repr__(self) -> str:
-        stats = self.stats
-        return f"<TensorStream: {stats.tensors:,} of {stats.total_tensors:,} tensors handed out>"
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        if self._iterated:
-            raise StreamError("a stream runs once; open another one to iterate again")
-        self._iterated = True
-        return self._pairs()
-
-    def _pairs(self) -> Iterator[tuple[str, Any]]:
-        # A generator is quicker than __next__, and this one keeps the stream alive in `for ... in headrace.stream(...)`.
-        # With `yield from`, leaving a loop would close what `next` may go on with; a variable would keep a tensor alive.
-        while True:
-            try:
-                yield next(self._tensors)
-            except StopIteration:
-                break
-        self._engine.check_finished()
-
-    def __next__(self) -> tuple[str, Any]:
-        try:
-            return next(self._tensors)
-        except StopIteration:
-            self._engine.check_finished()
-            raise
-
-    def close(self) -> None:
-        """Stop reading and give memory and files back. Tensors that were handed out stay.
-
-        May be called twice, and from any thread: a thread that waits for the next tensor then gets a `StreamError`.
-        """
-        self._iterated = True
-        self._engine.stop()
-        with suppress(ValueError):  # it runs at this moment, on another thread or around this call, and will see that it is over
-            self._tensors.close()
-
-    def __enter__(self) -> Self:
-        self._engine.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if "_engine" in self.__dict__:  # not where __init__ failed
-            self.close()
-
-
 # -- arguments -----------------------------------------------------------------------------------------------------------------
 
 
@@ -663,71 +414,6 @@ def _reporting(progress: Callable[[Snapshot], None] | bool | None, ending: ExitS
     if callable(progress):
         return progress
     return ending.enter_context(closing(open_bar())) if progress else None
-
-
-def _manifest_path(place: Folder, only: str | None, out: str | os.PathLike[str] | None) -> Path:
-    """Where a manifest is to be written."""
-    if out is not None:
-        path = local_path(out)
-        return path / MANIFEST_NAME if path.is_dir() else path
-    if "://" in place.url:
-        raise OptionError(f"a manifest is never written into a store; give out=PATH for the one of {place.url}", option="out")
-    if only is not None or hasattr(place, "index"):
-        raise OptionError("a folder's manifest is of all its files; verify the folder, or give out=PATH", option="out")
-    return Path(place.url, MANIFEST_NAME)
-
-
-@contextmanager
-def _gathered(group: object, options: Options) -> Iterator[list[Peers | None]]:
-    """The ranks that load together, for the first phase; None where there is one. They are told if what follows fails."""
-    if group is None or group is False:
-        yield [None]
-        return
-    from headrace._peers import Peers
-
-    first = Peers(group, options.peer_timeout_s)
-    if first.size == 1:
-        yield [None]
-        return
-    given: list[Peers | None] = [first]
-    try:
-        yield given
-    except BaseException as exc:
-        for each in given:  # in the order in which the others come to them
-            if each is not None:
-                each.give_up(exc)
-        raise
-
-
-def _gather_more(peers: list[Peers | None], requests: Sequence[Request]) -> None:
-    """Ranks for each phase. They have as many, of the same kinds."""
-    if (first := peers[0]) is None:
-        peers += [None] * (len(requests) - 1)
-        return
-    agree_on_places(requests, first)
-    peers += [first.next_phase() for _ in requests[1:]]
-
-
-def _resolved(url: Location, options: Options | None, overrides: Mapping[str, Any]) -> Options:
-    """The options of one call. An open checkpoint has asked the environment already."""
-    if not isinstance(url, Checkpoint):
-        return resolve(options, overrides)
-    resolved = (url.options if options is None else _over(url.options, options)).merged(overrides)
-    for name in _OF_OPENING:
-        given, opened = getattr(resolved, name), getattr(url.options, name)
-        if given != opened:
-            raise OptionError(
-                f"{name}={given!r}: files are opened with it, and {url.url} was opened with {opened!r}; give it to headrace.open",
-                option=name,
-            )
-    return resolved
-
-
-_OF_OPENING = ("direct_io", "attempts", "deadline_s")  # what a source is made with
-
-
-def _over(base: Options, options: Options) -> Options:
-    return base.merged({name: getattr(options, name) for name in Options.__dataclass_fields__})
 
 
 def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from headrace._checkpoint import INDEX_SUFFIX, Checkpoint, open_files, open_fold
 from headrace._integrity import VerifiedSource
 from headrace._manifest import MANIFEST_NAME, Manifest, manifest_of
 from headrace._metadata import Metadata
-from headrace._options import Options
+from headrace._options import Options, resolve
 from headrace._verification import Verification, read_manifest
 from headrace.errors import OptionError, SourceNotFoundError
 from headrace.sources.base import ByteSource, Folder
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Location: TypeAlias = "str | os.PathLike[str] | Checkpoint | ByteSource | Folder | Sequence[str | os.PathLike[str] | ByteSource]"
 _ALMOST_A_URL = re.compile(r"(?P<scheme>s3|gs|az|abfss?|hf|https?):/?(?=[^/:])", re.IGNORECASE)
+_OF_OPENING = ("direct_io", "attempts", "deadline_s")  # options that a source is made with
 _LIKE_A_REPOSITORY = re.compile(r"[\w-]+/[\w.-]+")
 Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, Any] | None"
 
@@ -279,3 +280,22 @@ def _checked(
 
 def _checked_folder(verification: Verification | None, folder: Folder) -> Folder:
     return folder if verification is None else verification.folder(folder)
+
+
+def resolved_options(url: Location, options: Options | None, overrides: Mapping[str, Any]) -> Options:
+    """The options of one call. An open checkpoint has asked the environment already."""
+    if not isinstance(url, Checkpoint):
+        return resolve(options, overrides)
+    resolved = (url.options if options is None else _over(url.options, options)).merged(overrides)
+    for name in _OF_OPENING:
+        given, opened = getattr(resolved, name), getattr(url.options, name)
+        if given != opened:
+            raise OptionError(
+                f"{name}={given!r}: files are opened with it, and {url.url} was opened with {opened!r}; give it to headrace.open",
+                option=name,
+            )
+    return resolved
+
+
+def _over(base: Options, options: Options) -> Options:
+    return base.merged({name: getattr(options, name) for name in Options.__dataclass_fields__})

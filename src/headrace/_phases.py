@@ -6,7 +6,8 @@ agreed upon with other ranks, before the first byte is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -300,3 +301,34 @@ def join_plans(phases: Sequence[Plan]) -> MixedPlan:
         device=", ".join(plan.device for plan in phases),
         phases=tuple(phases),
     )
+
+
+@contextmanager
+def gathered(group: object, options: Options) -> Iterator[list[Peers | None]]:
+    """The ranks that load together, for the first phase; None where there is one. They are told if what follows fails."""
+    if group is None or group is False:
+        yield [None]
+        return
+    from headrace._peers import Peers
+
+    first = Peers(group, options.peer_timeout_s)
+    if first.size == 1:
+        yield [None]
+        return
+    given: list[Peers | None] = [first]
+    try:
+        yield given
+    except BaseException as exc:
+        for each in given:  # in the order in which the others come to them
+            if each is not None:
+                each.give_up(exc)
+        raise
+
+
+def gather_more(peers: list[Peers | None], requests: Sequence[Request]) -> None:
+    """Ranks for each phase. They have as many, of the same kinds."""
+    if (first := peers[0]) is None:
+        peers += [None] * (len(requests) - 1)
+        return
+    agree_on_places(requests, first)
+    peers += [first.next_phase() for _ in requests[1:]]
