@@ -278,3 +278,13 @@ def test_the_null_pointer_is_no_memory(gpu: Gpu) -> None:
     gpu.runtime.violations()
     gpu.runtime.reset()
     gpu.device.__init__(gpu.runtime)  # type: ignore[misc]  # for the look at the end
+
+
+def test_the_simulated_allocator_loses_no_block_whose_event_cannot_be_made(gpu: Gpu) -> None:
+    # Found by the soak: what fails on purpose is not to look like a leak of headrace's.
+    with gpu.device.allocator.stream(gpu.device.allocator.new_stream()):
+        tensor = gpu.device.tensor(torch.ones(4))
+    gpu.runtime.fail("cudaEventCreateWithFlags", after=gpu.runtime.calls("cudaEventCreateWithFlags"))
+    del tensor
+    gpu.device.allocator.collect()
+    assert not gpu.device.allocator.blocks

@@ -482,6 +482,39 @@ def test_a_caller_who_stops_early_and_closes_twice(gpu: Gpu, taken: int) -> None
     assert not wrong(kept, LARGE)
 
 
+@pytest.mark.parametrize("step", ["a span is handed over", "a stream is another one"])
+def test_events_are_there_as_long_as_the_caller_waits_for_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    # Found by the soak: closed by another thread at this moment, the stream gave an event back that the caller had in hand.
+    _, tensors = opened(gpu)
+    if step == "a stream is another one":
+        next(tensors)
+    closing = threading.Thread(target=tensors.close)
+    gone, waited_for = threading.Event(), list[Any]()
+    destroy, wait = type(gpu.device).destroy, type(gpu.device).hand_over
+
+    def tell(device: Any, events: Any) -> None:
+        destroy(device, events)
+        if set(waited_for) & set(events):
+            gone.set()
+
+    def close_before(device: Any, event: Any, buffers: Any) -> None:
+        monkeypatch.setattr(type(gpu.device), "hand_over", wait)
+        waited_for.append(event)
+        closing.start()
+        assert not gone.wait(0.5)
+        wait(device, event, buffers)
+
+    monkeypatch.setattr(type(gpu.device), "destroy", tell)
+    monkeypatch.setattr(type(gpu.device), "hand_over", close_before)
+    with gpu.device.allocator.stream(gpu.device.allocator.new_stream()):
+        name, tensor = next(tensors)
+    closing.join()
+    assert gone.is_set()
+    assert not wrong({name: tensor}, LARGE)
+    with pytest.raises(StreamError, match="closed"):
+        next(tensors)
+
+
 def test_a_caller_who_raises_in_the_loop(gpu: Gpu) -> None:
     source, tensors = opened(gpu)
 

@@ -149,6 +149,7 @@ class DeviceLanding:
         self._views = in_place.views if in_place is not None else {}
         self._direct, self._compat = direct or {}, compat
         self._pid = os.getpid()
+        self._handing = threading.RLock()  # held while an event is waited for, and while events go: a signal may close the stream
         self._lock = threading.Lock()  # the fields below
         self._closed = False
         self._ring: Ring | None = None
@@ -176,8 +177,7 @@ class DeviceLanding:
     def filling(self) -> Filling:
         self._device.enter_thread()
         with self._lock:
-            if self._closed:
-                raise StreamError("the stream is closed")
+            self._check_open()
             if self._ring is None:
                 self._ring = self._new_ring()
                 if self.relay is not None:
@@ -449,7 +449,10 @@ class DeviceLanding:
         return self._check_stream if self._lent is None else self._check_returned
 
     def take(self, index: int, span: Span) -> Maker:
-        memory = self._memory.pop(index, None) or _SpanMemory([], [])
+        memory = self._memory.pop(index, None)
+        if memory is None:  # a span of tensors without bytes; or another thread has closed the stream
+            self._check_open()
+            memory = _SpanMemory([], [])
         buffers = memory.buffers()
         if memory.event is not None:
             self._hand_over(memory.event, buffers)
@@ -483,14 +486,24 @@ class DeviceLanding:
             with self._lock:
                 self._events.append(self._handed.event)
         self._handed = _Handed(event, buffers, {self._device.callers_stream()})
-        self._device.hand_over(event, buffers)
+        self._wait_for(event, buffers)
+
+    def _wait_for(self, event: Any, buffers: list[DeviceBuffer]) -> None:
+        """Let the caller's stream wait for an event, which is gone once another thread has closed the stream."""
+        with self._handing:
+            self._check_open()
+            self._device.hand_over(event, buffers)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StreamError("the stream is closed")
 
     def _check_stream(self) -> None:
         """The caller may go on with another stream, or on another thread, in the middle of a span."""
         handed = self._handed
         if handed is not None and (stream := self._device.callers_stream()) not in handed.streams:
             handed.streams.add(stream)
-            self._device.hand_over(handed.event, handed.buffers)
+            self._wait_for(handed.event, handed.buffers)
 
     def _check_returned(self) -> None:
         """Borrowed: a loop variable still holds the previous tensor as the next is asked for; the one before must be gone."""
@@ -558,7 +571,8 @@ class DeviceLanding:
             events, self._all_events = self._all_events, []
             for event in events:
                 self._device.synchronize(event)  # given tensors are still written to until then
-            self._device.destroy(events)
+            with self._handing:
+                self._device.destroy(events)
 
     def _note_ring(self, ring: Ring) -> None:
         if ring.pinned is not None or self.relay is None:

@@ -132,9 +132,13 @@ class SimulatedAllocator:
                 self._watches.pop(block.address, None)
                 self.blocks.pop(block.address, None)
                 for stream in sorted(block.users):
-                    event = self._runtime.new_event()
-                    self._runtime.record(event, stream)
+                    try:
+                        event = self._runtime.new_event()
+                    except DeviceError:  # a test lets one fail; the block is not to be lost for that
+                        self._runtime.drain(stream)
+                        continue
                     block.events.append(event)
+                    self._runtime.record(event, stream)
                 block.users.clear()
                 self._free.append(block)
 
