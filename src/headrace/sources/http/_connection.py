@@ -196,9 +196,7 @@ class Connection:
                 if via is not None:
                     self._ask_for_tunnel(via, timeout_s)
                 where = f"{endpoint.host}:{endpoint.port}"  # whose certificate it is
-                tls = endpoint.tls.wrap_socket(sock, server_hostname=endpoint.host, do_handshake_on_connect=False)
-                self._adopt(tls)
-                tls.do_handshake()
+                self._begin_tls(sock, endpoint.tls).do_handshake()
         except OSError as exc:
             failure = _translate(exc, where, f"no connection to {where} within {timeout_s:g} s")
             if via is not None and failure.kind in ("refused", "dns", "unreachable"):
@@ -233,6 +231,14 @@ class Connection:
             self._sock = sock
             if self._is_shut:
                 raise Failure("closed", "it was closed")
+
+    def _begin_tls(self, sock: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+        """Under the lock: where another thread shuts the socket just then, the standard library loses it, open."""
+        with self._lock:
+            if self._is_shut:
+                raise Failure("closed", "it was closed")
+            self._sock = tls = context.wrap_socket(sock, server_hostname=self.endpoint.host, do_handshake_on_connect=False)
+            return tls
 
     def _ask_for_tunnel(self, proxy: Proxy, timeout_s: float) -> None:
         target = f"{self.endpoint.host}:{self.endpoint.port}"
