@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from checkpoints import mixed_contents, write
 
 _context = multiprocessing.get_context("forkserver")  # its server imports torch once, for all ranks of all tests
 
@@ -81,3 +82,33 @@ def _run(rank: int, world: int, store: str, writer: Any, function: Callable[...,
     writer.send(outcome)
     writer.close()
     os._exit(0)  # whoever is behind does not hold this rank up
+
+
+def values(outcomes: list[Outcome | None]) -> list[Any]:
+    """What the ranks returned; an error of any of them is the test's."""
+    for outcome in outcomes:
+        assert outcome is not None
+        if outcome.error is not None:
+            raise AssertionError(outcome.trace) from outcome.error
+    return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+def error_of(outcome: Outcome | None) -> BaseException:
+    """The error that a rank ended with."""
+    assert outcome is not None
+    assert outcome.error is not None, outcome.value
+    return outcome.error
+
+
+def alone() -> None:
+    """Ranks do not see each other's memory from here on, as on several nodes."""
+    import headrace._node
+
+    headrace._node._NAME = f"headrace-{os.getpid()}"  # type: ignore[misc]
+
+
+def write_model(path: Path) -> Path:
+    """Two shards of every kind of tensor, about 18 MiB, in a folder."""
+    for shard in range(2):
+        write(path / f"model-{shard}.safetensors", {f"{shard}.{name}": entry for name, entry in mixed_contents().items()})
+    return path

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import bytes_of, mixed_contents, write
+from checkpoints import bytes_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Outcome, prepare_ranks, run_ranks
+from ranks import alone, error_of, prepare_ranks, run_ranks, values, write_model
 
 import headrace
 from headrace import OptionError, PeerError, SourceError
@@ -35,34 +35,12 @@ def _ranks() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards of every kind of tensor, about 18 MiB."""
-    path = tmp_path_factory.mktemp("model")
-    contents = mixed_contents()
-    for shard in range(2):
-        write(path / f"model-{shard}.safetensors", {f"{shard}.{name}": entry for name, entry in contents.items()})
-    return path
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def expected(folder: Path) -> dict[str, bytes]:
     """All tensors' bytes, by a load of one's own."""
     return {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
-
-
-def values(outcomes: list[Outcome | None]) -> list[Any]:
-    """What the ranks returned; an error of any of them is the test's."""
-    for outcome in outcomes:
-        assert outcome is not None
-        if outcome.error is not None:
-            raise AssertionError(outcome.trace) from outcome.error
-    return [outcome.value for outcome in outcomes if outcome is not None]
-
-
-def alone(function: Any) -> Any:
-    """A rank's function on a group whose members do not see each other's memory, as on several nodes."""
-    import headrace._node
-
-    headrace._node._NAME = f"headrace-{os.getpid()}"
-    return function
 
 
 # ---- what ranks do: importable functions
@@ -71,7 +49,7 @@ def alone(function: Any) -> Any:
 def load(rank: int, path: Path, one_node: bool, arguments: dict[str, Any]) -> tuple[dict[str, bytes], int, int, int]:
     """Load with all ranks; the bytes, and what was read, received and sent."""
     if not one_node:
-        alone(load)
+        alone()
     with headrace.stream(path, group=True, **arguments) as tensors:
         found = {name: bytes_of(tensor) for name, tensor in tensors}
     stats = tensors.stats
@@ -190,7 +168,7 @@ def load_cuts(
 ) -> tuple[dict[str, bytes], int, int, int]:
     """Slices that overlap in the file; tensors that are given for some of them. With what was read, received and sent."""
     if not one_node:
-        alone(load)
+        alone()
     names = [f"{shard}.layer.{i}.weight" for shard in range(2) for i in range(8)]
     index = CUTS[cut][rank]
     slices = {name: index for name in names if index is not ...}
@@ -252,17 +230,10 @@ def test_little_memory_and_callers_that_keep_everything_do_not_stop_each_other(f
 # ---- ranks that fail, stop, disagree or disappear
 
 
-def error_of(outcome: Outcome | None) -> BaseException:
-    """The error that a rank ended with."""
-    assert outcome is not None
-    assert outcome.error is not None, outcome.value
-    return outcome.error
-
-
 def stop_early(rank: int, path: Path, one_node: bool) -> int:
     """Rank 1 takes three tensors."""
     if not one_node:
-        alone(load)
+        alone()
     taken = 0
     with headrace.stream(path, group=True, memory_limit=0) as tensors:
         for _ in tensors:
@@ -301,7 +272,7 @@ def test_a_rank_that_stops_early_is_named_where_blocks_are_read(folder: Path) ->
 def fail_reading(rank: int, path: Path, one_node: bool) -> None:
     """Rank 2's disk breaks."""
     if not one_node:
-        alone(load)
+        alone()
     files = sorted(path.glob("*.safetensors"))
     sources: list[Any] = [headrace.open(file).sources[0] for file in files]
     if rank == 2:
@@ -347,7 +318,7 @@ def test_a_reason_is_given_before_the_memory_that_it_is_written_to_is_let_go(fol
 def die(rank: int, path: Path, one_node: bool) -> None:
     """Rank 1 is killed in the middle."""
     if not one_node:
-        alone(load)
+        alone()
     for count, _ in enumerate(headrace.stream(path, group=True, memory_limit=0)):
         if rank == 1 and count == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -366,7 +337,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others(folder: Path, one_node: bo
 def hang(rank: int, path: Path, one_node: bool) -> None:
     """Rank 2 is stopped, and stays so until the test ends it."""
     if not one_node:
-        alone(load)
+        alone()
     for count, _ in enumerate(headrace.stream(path, group=True, memory_limit=0, peer_timeout_s=5)):
         if rank == 2 and count == 5:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -384,7 +355,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(folder: Path, one_node: bo
 def dawdle(rank: int, path: Path, one_node: bool) -> dict[str, bytes]:
     """Rank 1 does something else for longer than a rank may give no sign of life."""
     if not one_node:
-        alone(load)
+        alone()
     found: dict[str, bytes] = {}
     for name, tensor in headrace.stream(path, group=True, memory_limit=0, peer_timeout_s=1):
         found[name] = bytes_of(tensor)

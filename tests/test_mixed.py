@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import KIB, MIB, WatchedSource, bytes_of, mixed_contents, random_contents, serialize, write
+from checkpoints import KIB, MIB, WatchedSource, bytes_of, random_contents, serialize
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Outcome, prepare_ranks, run_ranks
+from ranks import Outcome, alone, error_of, prepare_ranks, run_ranks, values, write_model
 from simulated_gpu import Gpu, needs_compiler, simulated_gpu
-from test_exchange import alone, error_of, values
 
 import headrace
 from headrace import OptionError, Options, PeerError, SourceError, StreamError
@@ -30,11 +29,7 @@ RULES = {"*.weight": "shared-cpu", "file:model-1.safetensors": "cpu", "*": "shar
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards of every kind of tensor, about 18 MiB."""
-    path = tmp_path_factory.mktemp("model")
-    for shard in range(2):
-        write(path / f"model-{shard}.safetensors", {f"{shard}.{name}": entry for name, entry in mixed_contents().items()})
-    return path
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def expected(folder: Path) -> dict[str, bytes]:
@@ -297,7 +292,7 @@ def ranks() -> None:
 def load_mixed(rank: int, path: Path, one_node: bool) -> tuple[dict[str, bytes], int, int, str]:
     """Load with all ranks, meeting others in between as a caller may."""
     if not one_node:
-        alone(load_mixed)
+        alone()
     with headrace.stream(path, group=True, device=RULES, memory_limit={"*": 2 * MIB}) as tensors:
         assert (tensors.stats.rank, tensors.stats.ranks) == (rank, dist.get_world_size())
         dist.barrier()

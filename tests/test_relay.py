@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import bytes_of, mixed_contents, write
-from ranks import Outcome, prepare_ranks, run_ranks
+from ranks import alone, error_of, prepare_ranks, run_ranks, values, write_model
 from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
@@ -33,35 +33,7 @@ def _ranks() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards of every kind of tensor, about 18 MiB."""
-    path = tmp_path_factory.mktemp("model")
-    contents = mixed_contents()
-    for shard in range(2):
-        write(path / f"model-{shard}.safetensors", {f"{shard}.{name}": entry for name, entry in contents.items()})
-    return path
-
-
-def values(outcomes: list[Outcome | None]) -> list[Any]:
-    """What the ranks returned; an error of any of them is the test's."""
-    for outcome in outcomes:
-        assert outcome is not None
-        if outcome.error is not None:
-            raise AssertionError(outcome.trace) from outcome.error
-    return [outcome.value for outcome in outcomes if outcome is not None]
-
-
-def error_of(outcome: Outcome | None) -> BaseException:
-    """The error that a rank ended with."""
-    assert outcome is not None
-    assert outcome.error is not None, outcome.value
-    return outcome.error
-
-
-def alone() -> None:
-    """Ranks do not see each other's memory from here on, as on several nodes."""
-    import headrace._node
-
-    headrace._node._NAME = f"headrace-{os.getpid()}"  # type: ignore[misc]
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 NODES = pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])

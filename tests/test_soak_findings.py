@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import KIB, Contents, bytes_of, random_entry, serialize, write
-from ranks import prepare_ranks, run_ranks
+from ranks import prepare_ranks, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
-from test_exchange import values
 
 import headrace
 from headrace.errors import DeviceError, SourceError
