@@ -75,6 +75,48 @@ ensure_env() {
     fi
 }
 
+# Environments of their own, below .cache, for packages that .venv must not hold. The script of one called NAME defines
+#   _NAME_needs     prints what it is made of: when that changes, it is set up again
+#   _NAME_install   installs, by "${pip[@]}"; steps are joined by &&
+#   _NAME_python    prints the Python that it is made with, where not every one will do
+# and calls ensure_own NAME FOLDER WHAT.
+ensure_own() {
+    _own_is_ready "$@" && return
+    mkdir -p "$2"
+    if command -v flock >/dev/null; then
+        (flock 7 && _set_up_own "$@") 7>"$ROOT/.cache/$1.lock"
+    else
+        _set_up_own "$@"
+    fi
+}
+
+_own_stamp() {
+    {
+        echo "$ROOT"
+        "$2/bin/python" -c 'import sys; print(sys.version)' 2>/dev/null || echo "no python"
+        "_$1_needs"
+    } | sha256sum | cut -d' ' -f1
+}
+
+_own_is_ready() { [ -x "$2/bin/python" ] && [ "$(cat "$2/.ready" 2>/dev/null)" = "$(_own_stamp "$@")" ]; }
+
+_set_up_own() {
+    _own_is_ready "$@" && return  # another script was faster
+    local name="$1" venv="$2" log="$2/set-up.log" python=_find_python
+    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        ! declare -F "_${name}_python" >/dev/null || python="_${name}_python"
+        python="$("$python")"
+        "$python" -m venv --clear "$venv"
+    fi
+    say "installing $3"
+    "_${name}_install" </dev/null >"$log" 2>&1 || {
+        tail -n 15 "$log" >&2
+        die "set-up failed (all of it in ${log#"$ROOT/"}; the first run needs the package index)"
+    }
+    _own_stamp "$@" >"$venv/.ready"
+}
+
 # What this machine has that the tests can use.
 gpu_kind() {
     if [ -e /dev/nvidiactl ]; then echo CUDA; elif [ -e /dev/kfd ]; then echo ROCm; fi
