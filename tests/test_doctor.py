@@ -138,8 +138,8 @@ class TestWithGpu:
         [
             ({}, True, "from the disk to the device"),
             ({"route": "posix"}, False, "compatibility mode"),
-            ({"wrong_bytes": True}, False, "wrong bytes"),
-            ({"open_error": 5033}, False, "NVFS_SETUP_ERROR"),
+            pytest.param({"wrong_bytes": True}, False, "wrong bytes", marks=pytest.mark.slow),
+            pytest.param({"open_error": 5033}, False, "NVFS_SETUP_ERROR", marks=pytest.mark.slow),
         ],
         ids=str,
     )

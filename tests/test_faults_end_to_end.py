@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget import rest_slow
 from checkpoints import KIB, MIB, Contents, bytes_of, random_contents, serialize
 from typer.testing import CliRunner
 
@@ -219,7 +220,12 @@ def test_a_request_that_fails_once_costs_little_and_ends_in_right_bytes(
         assert model.nbytes <= server.bytes_asked < 1.2 * model.nbytes
 
 
-@pytest.mark.parametrize("fault", [name for name, (action, _) in CURED.items() if not isinstance(action, (Trickle, IgnoreRange))])
+@pytest.mark.parametrize(
+    "fault",
+    rest_slow(
+        [name for name, (action, _) in CURED.items() if not isinstance(action, (Trickle, IgnoreRange))], quick=range(0, 22, 3)
+    ),
+)
 def test_an_opening_that_fails_once_is_made_again(fault: str, model: Model, tmp_path: Path) -> None:
     action, options = CURED[fault]
     with serving(model, Rule(action, key="*.safetensors", times=1)) as server:
@@ -391,7 +397,7 @@ def assert_nothing_wrong_in(dst: Path, model: Model) -> None:
     assert all(data == files[name] for name, data in left.items())
 
 
-@pytest.mark.parametrize("verb", ["stream", "pull"])
+@pytest.mark.parametrize("verb", ["stream", pytest.param("pull", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["503", "reset", "short", "stall", "wrong range", "gzip", "403", "404", "expired", "redirect"])
 def test_an_opening_that_keeps_failing_is_the_right_error(fault: str, verb: str, model: Model, tmp_path: Path) -> None:
     ending = ENDINGS[fault]

@@ -583,6 +583,7 @@ def test_the_statistics_of_the_load_decide_and_not_those_of_the_child(lazy: Dire
     assert loaded(lazy, path, SMALL).gds == "gds: cuFile 1.20 does not tell which way its reads took"
 
 
+@pytest.mark.slow
 def test_what_refuses_in_this_process_though_not_in_the_child_falls_back_too(
     lazy: Direct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -396,6 +396,7 @@ def test_what_is_dropped_is_given_back_when_its_last_load_ends(gpu: Gpu) -> None
     assert not wrong(dict(kept), LARGE)
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_ends_gives_back_what_it_held_and_what_runs(tmp_path: Path) -> None:
     write(tmp_path / "m.safetensors", LARGE)
     program = f"""

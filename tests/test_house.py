@@ -69,6 +69,7 @@ def test_contracts_hold() -> None:
         pytest.param("devices", "devices.base", "headrace.devices.cuda", id="base-imports-device"),
     ],
 )
+@pytest.mark.slow
 def test_forbidden_import_is_caught(copy: Path, contract: str, module: str, imported: str) -> None:
     if imported.startswith("headrace."):
         add_line(copy, imported.removeprefix("headrace."), "")
@@ -162,6 +163,7 @@ def test_collector(): gc.disable()
 """
 
 
+@pytest.mark.slow
 def test_what_a_test_leaves_behind_is_caught(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in ["conftest.py", "budget.py"]:

@@ -254,6 +254,7 @@ LOADS = """
 """
 
 
+@pytest.mark.slow
 def test_loads_that_a_program_left_open_are_stopped_before_the_interpreter_ends(tmp_path: Path) -> None:
     path = write(tmp_path / "m.safetensors", random_contents(*[MIB] * 8))
     code = textwrap.dedent(LOADS.format(path=str(path)))

@@ -157,6 +157,7 @@ def test_a_load_makes_the_requests_that_its_plan_names() -> None:
         assert len(server.seen) - before == 1 + plan.requests  # the opening
 
 
+@pytest.mark.slow
 def test_a_limit_that_has_no_room_for_all_of_a_request_makes_shorter_ones() -> None:
     with served() as server:
         before = len(server.seen)

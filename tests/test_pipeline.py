@@ -501,7 +501,7 @@ def test_events_are_there_as_long_as_the_caller_waits_for_one(gpu: Gpu, monkeypa
         monkeypatch.setattr(type(gpu.device), "hand_over", wait)
         waited_for.append(event)
         closing.start()
-        assert not gone.wait(0.5)
+        assert not gone.wait(0.2)
         wait(device, event, buffers)
 
     monkeypatch.setattr(type(gpu.device), "destroy", tell)
@@ -602,6 +602,7 @@ def test_close_with_copies_under_way_waits_for_them(lazy: Gpu) -> None:
 
 
 @pytest.mark.leaky_ok(reason="a reader that its source holds is left behind until it is let go")
+@pytest.mark.slow
 def test_a_reader_that_comes_back_after_the_end_copies_nothing(lazy: Gpu) -> None:
     stuck = Block()
     source, tensors = opened(lazy, Fault(nth_data_read(3), stuck), memory_limit=16 * MIB, concurrency=1)

@@ -371,6 +371,7 @@ def test_parts_of_files_that_are_no_more_are_removed(tmp_path: Path, dst: Path) 
     assert state(dst) == {"lock", "pulled"}
 
 
+@pytest.mark.slow
 def test_two_processes_do_the_work_once(tmp_path: Path, dst: Path) -> None:
     fill(tmp_path / "src", model())
     with child(tmp_path / "src", dst, block_at=5) as first:

@@ -228,6 +228,7 @@ def test_keys_in_the_environment_take_no_session_for_clients(monkeypatch: pytest
     assert made == [False]
 
 
+@pytest.mark.slow
 def test_a_load_to_host_memory_does_not_wait_for_the_modules_of_devices(tmp_path: Path) -> None:
     write(tmp_path / "m.safetensors", random_contents(1000))
     program = (

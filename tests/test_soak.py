@@ -67,6 +67,7 @@ def test_a_number_is_one_case_and_others_differ() -> None:
     assert len({repr(draw_case(number)) for number in range(50)}) == 50
 
 
+@pytest.mark.slow
 def test_every_kind_of_place_device_temper_and_fault_is_drawn() -> None:
     cases = [draw_case(number) for number in range(3000)]
     assert {each.kind for each in cases} == {"load", "pull", "group"}

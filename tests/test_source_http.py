@@ -390,6 +390,7 @@ def test_resumes_at_the_byte() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_few_failures_cost_few_bytes() -> None:
     faults = [fault("status", code=503, every=5), fault("reset", every=7), fault("stall", after=20_000, skip=9, times=1)]
     with Server(DATA, faults) as server, opened(server, Access(policy=HASTY)) as source:
@@ -492,7 +493,7 @@ LONG = len(DATA) - PREFIX  # long enough for the reader to be woken late
 
 
 @pytest.mark.parametrize("after", [600_000, LONG - 600_000, LONG - 100])
-@pytest.mark.parametrize("do", ["short", "stall", "reset"])
+@pytest.mark.parametrize("do", ["short", pytest.param("stall", marks=pytest.mark.slow), "reset"])
 def test_all_that_came_of_a_long_body_counts_wherever_it_breaks_off(do: str, after: int) -> None:
     access = Access(policy=replace(BRISK, stall_timeout_s=0.6, attempts=20))
     with Server(DATA, bad(do, after=after, times=1)) as server, opened(server, access) as source:
@@ -568,6 +569,7 @@ def test_hosts_that_do_not_exist() -> None:
     assert error.hint
 
 
+@pytest.mark.slow
 def test_a_listener_that_never_answers() -> None:
     with silent_listener() as port:
         error = error_of(SourceTimeoutError, lambda: open_http(f"http://127.0.0.1:{port}/x", access=Access(policy=HASTY)))
@@ -973,6 +975,7 @@ def test_a_range_that_does_not_begin_is_hedged() -> None:
         assert len(server.seen) == 8
 
 
+@pytest.mark.slow
 def test_a_hedge_that_fails_harms_nothing() -> None:
     faults = [
         fault("trickle", step=10_000, seconds=0.06, min_start=MIB, times=1),

@@ -300,6 +300,7 @@ except SourceError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_single_sign_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = "https://d-0123456789.awsapps.com/start"
     (home / "config").write_text(

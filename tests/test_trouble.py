@@ -456,6 +456,7 @@ def test_a_forked_child_cannot_use_the_parents_stream_but_drops_tensors_and_open
 
 
 @forks
+@pytest.mark.slow
 def test_a_forked_child_that_keeps_or_drops_tensors_changes_nothing_in_the_parent() -> None:
     source, tensors = opened(memory_limit=2 * MIB)
     kept: dict[str, torch.Tensor] = {}
@@ -575,6 +576,7 @@ def test_ctrl_c_at_a_third_ends_the_process_at_once_and_quietly(tmp_path: Path, 
 
 
 @pytest.mark.leaky_ok(reason="readers that a source never lets go of are left behind")
+@pytest.mark.slow
 def test_close_does_not_wait_for_each_of_many_stuck_readers_in_turn() -> None:
     stuck = Block()
     source = WatchedSource(LARGE_BYTES, [Fault(nth_data_read(*range(3, 40)), stuck)])
