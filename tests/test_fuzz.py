@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import headrace
-from headrace._checkpoint import shards_of_index
 from headrace._header import Header, header_nbytes, parse_header
 from headrace._manifest import Manifest, manifest_of, parse_manifest
+from headrace._shards import shards_of_index
 from headrace.errors import FormatError, HeadraceError, OptionError, SourceError
 from headrace.sources.azure._listing import parse_page as parse_azure_page
 from headrace.sources.gcs._listing import parse_json_page, parse_xml_page

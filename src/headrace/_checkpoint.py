@@ -1,46 +1,35 @@
 """A checkpoint: a file, a list of files or a folder of shards, opened and checked, as a mapping of `TensorInfo`.
 
-The index is an allow-list of (tensor, shard) pairs: a shard it names must exist, a tensor it names must be in the shard it
-names, and what it does not name is not loaded. Without an index every safetensors file of the folder counts, numbered sets
-must be complete, and no name may come twice. Headers are read here, all of them, and nothing else is.
+Which files of a folder belong to it is the business of `_shards`. No name may come twice. Headers are read here, all of them, and
+nothing else is; over a network one round trip takes a file's opening and its header.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import posixpath
-import re
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate, chain
 from operator import sub
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from typing_extensions import Self
 
+from headrace._crew import Crew
 from headrace._header import Header, TensorInfo, header_nbytes, parse_header
 from headrace._interpreter import gc_paused
 from headrace._metadata import Metadata, file_name
 from headrace._options import Options
 from headrace._selection import info_at, unknown_tensor
-from headrace.errors import FormatError, SourceNotFoundError
+from headrace._shards import INDEX_SUFFIX, USUAL_INDEX, Shards, allowed_rows, find_shards, read_if_there
+from headrace.errors import FormatError, SourceError
 from headrace.sources.base import ByteSource, Folder
+from headrace.sources.openings import endable
 
-log = logging.getLogger("headrace")
-
-INDEX_SUFFIX = ".safetensors.index.json"
-_SUFFIX = ".safetensors"
-_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt")
-_CONVERT = "what torch has pickled is not read: convert it (torch.load with weights_only=True, safetensors.torch.save_file)"
 _OPENERS = 32  # files opened at once, where no concurrency is asked for
 _FIRST_NBYTES = 64 << 10  # one read takes the length and, for most shards, the whole header
-_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<count>\d+)\.safetensors")
-_MAX_INDEX_NBYTES = 1 << 30
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
@@ -139,14 +128,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """Which files of a folder hold the checkpoint, and which of their tensors count; None for all."""
-
-    names: list[str]
-    allowed: dict[str, set[str]] | None
-
-
 def open_folder(
     folder: Folder, options: Options, *, index: str | None = None, remote: bool = False, metadata: Metadata | None = None
 ) -> Checkpoint:
@@ -166,19 +147,31 @@ def open_folder(
     if metadata is not None:
         present, known = metadata.names, {name: metadata.text(name) for name in metadata.names if name.endswith(INDEX_SUFFIX)}
     elif remote and options.concurrency != 1:
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-open") as pool:
-            usual = pool.submit(_read_if_there, folder, index or f"model{INDEX_SUFFIX}")
-            present, known = folder.names(), usual.result()
+        present, known = _list_and_read(folder, index or USUAL_INDEX)
     else:
         present, known = folder.names(), {}
-    index = index or _find_index(folder, present)
-    if index:
-        text = known[index] if index in known else _read_index(folder, index)
-        shards = _indexed_shards(folder, index, present, text)
-    else:
-        shards = _Shards(_unindexed_shards(folder, present), None)
+    shards = find_shards(folder, present, index=index, known=known)
     openers = [lambda name=name: folder.open(name) for name in shards.names]
     return _open(openers, folder.url, shards, options, remote, metadata)
+
+
+def _list_and_read(folder: Folder, index: str) -> tuple[list[str], dict[str, bytes]]:
+    """The listing, and the text of an index that is probably there, in one round. The listing's error comes first."""
+    names: list[str] = []
+    text: dict[str, bytes] = {}
+    refused: list[SourceError] = []
+
+    def read() -> None:
+        try:
+            text.update(read_if_there(folder, index))
+        except SourceError as exc:
+            refused.append(exc)
+
+    looks = [lambda: names.extend(folder.names()), read]
+    Crew("headrace-open").open_all(looks, lambda look: look(), concurrency=len(looks))
+    for error in refused:
+        raise error
+    return names, text
 
 
 def open_files(
@@ -190,60 +183,74 @@ def open_files(
     metadata: Metadata | None = None,
 ) -> Checkpoint:
     """Open the files given, all of whose tensors count. Raises as `open_folder`."""
-    return _open(openers, url, _Shards([], None), options, remote, metadata)
+    return _open(openers, url, Shards([], None), options, remote, metadata)
 
 
 def _open(
     openers: Sequence[Callable[[], ByteSource]],
     url: str,
-    shards: _Shards,
+    shards: Shards,
     options: Options,
     remote: bool,
     metadata: Metadata | None,
 ) -> Checkpoint:
-    sources: list[ByteSource] = []
+    at_once = min(_OPENERS, max(1, options.concurrency // (options.local_ranks or 1)) if options.concurrency else _OPENERS)
+    sources, texts = _open_all(openers, at_once if remote else 1)
     try:
-        at_once = min(_OPENERS, max(1, options.concurrency // (options.local_ranks or 1)) if options.concurrency else _OPENERS)
-        _open_all(openers, sources, at_once if remote else 1)
         names = shards.names or [file_name(source.url) for source in sources]
         with gc_paused.held():
-            headers = _read_headers(sources, names, metadata, at_once)
+            headers = [_header(*shard, metadata) for shard in zip(names, sources, texts, strict=True)]
             rows = [
-                None if shards.allowed is None else _allowed_rows(header, name, shards.allowed[name])
+                None if shards.allowed is None else allowed_rows(header, name, shards.allowed[name])
                 for header, name in zip(headers, names, strict=True)
             ]
             checkpoint = Checkpoint(url, sources, headers, rows, options)
             checkpoint.names_of_shards = tuple(names)
             return checkpoint
     except BaseException:
-        for source in sources:
-            source.close()
+        _close_all(sources)
         raise
 
 
-def _open_all(openers: Sequence[Callable[[], ByteSource]], sources: list[ByteSource], at_once: int) -> None:
-    """Open all files, in one round where each is a round trip away. `sources` has what was opened, also after an error."""
-    if at_once < 2 or len(openers) < 2:
-        sources.extend(opener() for opener in openers)
-        return
-    with ThreadPoolExecutor(max_workers=min(at_once, len(openers)), thread_name_prefix="headrace-open") as pool:
-        futures = [pool.submit(opener) for opener in openers]
-    sources.extend(future.result() for future in futures if future.exception() is None)
-    for future in futures:
-        future.result()  # raises what went wrong first
+def _open_all(openers: Sequence[Callable[[], ByteSource]], at_once: int) -> tuple[list[ByteSource], list[bytes]]:
+    """Open all files and read the texts of their headers, so many at once; none is left open after an error."""
+    sources: dict[int, ByteSource] = {}
+    texts: dict[int, bytes] = {}
+    crew, keeping = Crew("headrace-open"), threading.Lock()
+
+    def open_one(number: int) -> None:
+        source = openers[number]()
+        with keeping:
+            if crew.stop.is_set():  # too late: the others are closed by now
+                source.close()
+                return
+            sources[number] = source
+        with endable(source.close):
+            texts[number] = read_header_text(source)
+
+    everything = range(len(openers))
+    try:
+        if at_once < 2 or len(openers) < 2:
+            for number in everything:
+                open_one(number)
+        else:
+            crew.open_all(everything, open_one, concurrency=at_once)
+    except BaseException:
+        with keeping:
+            _close_all(sources.values())
+        raise
+    return [sources[number] for number in everything], [texts[number] for number in everything]
 
 
-def _read_headers(sources: Sequence[ByteSource], names: Sequence[str], metadata: Metadata | None, at_once: int) -> list[Header]:
-    """All headers in one round: over a network one round trip, and not one per shard. Parsing gains nothing by threads."""
-    if at_once < 2 or len(sources) < 2:
-        texts = [read_header_text(source) for source in sources]
-    else:
-        with ThreadPoolExecutor(max_workers=min(at_once, len(sources)), thread_name_prefix="headrace-header") as pool:
-            texts = list(pool.map(read_header_text, sources))
-    for name, source, text in zip(names, sources, texts, strict=True):
-        if metadata is not None:
-            metadata.check(name, source, text)
-    return [parse_header(text, url=source.url, nbytes=source.nbytes) for source, text in zip(sources, texts, strict=True)]
+def _close_all(sources: Iterable[ByteSource]) -> None:
+    for source in sources:
+        source.close()
+
+
+def _header(name: str, source: ByteSource, text: bytes, metadata: Metadata | None) -> Header:
+    if metadata is not None:
+        metadata.check(name, source, text)
+    return parse_header(text, url=source.url, nbytes=source.nbytes)
 
 
 def read_header(source: ByteSource) -> Header:
@@ -320,152 +327,3 @@ def _repeated_name(headers: Sequence[Header], rows: Sequence[list[int] | None]) 
                 )
             seen[name] = header.url
     raise AssertionError("a name was repeated and is not any more")
-
-
-# -- which files ---------------------------------------------------------------------------------------------------------------
-
-
-def _find_index(folder: Folder, present: Sequence[str]) -> str | None:
-    """The folder's index: model.safetensors.index.json, or the only file that is called like one."""
-    found = [name for name in present if name.endswith(INDEX_SUFFIX)]
-    if f"model{INDEX_SUFFIX}" in found:
-        return f"model{INDEX_SUFFIX}"
-    if len(found) > 1:
-        raise FormatError(
-            f"{folder.url} has {len(found)} indexes ({', '.join(found[:4])}); open the one that is meant, by its path",
-            url=folder.url,
-        )
-    return found[0] if found else None
-
-
-def _unindexed_shards(folder: Folder, present: Sequence[str]) -> list[str]:
-    names = [name for name in present if name.endswith(_SUFFIX) and not name.startswith(".")]
-    if not names:
-        others = ", ".join(sorted(present)[:3])
-        seen = f"it holds {others}{', ...' if len(present) > 3 else ''}" if present else "it holds no file itself"
-        what_to_do = _CONVERT if any(name.endswith(_OTHER_FORMATS) for name in present) else "open the folder of the shards"
-        raise SourceNotFoundError(f"no *.safetensors file in {folder.url}: {seen}; {what_to_do}", url=folder.url)
-    _check_numbered_sets(folder, names)
-    return names
-
-
-def _check_numbered_sets(folder: Folder, names: Sequence[str]) -> None:
-    """Shards called STEM-00001-of-00003 promise how many there are."""
-    sets: dict[tuple[str, str], set[int]] = {}
-    for name in names:
-        if match := _NUMBERED.fullmatch(name):
-            sets.setdefault((match["stem"], match["count"]), set()).add(int(match["part"]))
-    for (stem, count), parts in sets.items():
-        missing = sorted(set(range(1, int(count) + 1)) - parts) if int(count) <= 100_000 else [int(count)]
-        if missing:
-            width = len(count)
-            shown = ", ".join(f"{stem}-{part:0{width}d}-of-{count}{_SUFFIX}" for part in missing[:3])
-            raise FormatError(
-                f"{folder.url} lacks {len(missing)} of {int(count)} shards: {shown}{', ...' if len(missing) > 3 else ''}; "
-                "an incomplete download? Fetch them again",
-                url=folder.url,
-            )
-
-
-def _indexed_shards(folder: Folder, index: str, present: Sequence[str] | None, text: bytes) -> _Shards:
-    """What an index says; `present` None: not compared with what is there."""
-    url = posixpath.join(folder.url, index)
-    allowed: dict[str, set[str]] = {}
-    for tensor, shard in _parse_weight_map(text, url).items():
-        if not isinstance(shard, str):
-            raise FormatError(f"{url}: weight_map names no file for {tensor!r} but {shard!r}", url=url, tensor=tensor)
-        allowed.setdefault(shard, set()).add(tensor)
-    for shard in allowed:
-        _check_shard_name(shard, url)
-    missing = sorted(shard for shard in allowed if present is not None and "/" not in shard and shard not in present)
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise SourceNotFoundError(
-            f"{url} names {len(missing)} shard(s) that are not there: {shown}; an incomplete download? Fetch them again", url=url
-        )
-    return _Shards(sorted(allowed), allowed)
-
-
-def shards_of_index(folder: Folder, index: str) -> list[str]:
-    """The files that an index names, sorted.
-
-    Raises:
-        SourceNotFoundError: there is no such index.
-        FormatError: it is no index, or names what is no file inside of the folder.
-    """
-    return _indexed_shards(folder, index, None, _read_index(folder, index)).names
-
-
-def _read_if_there(folder: Folder, index: str) -> dict[str, bytes]:
-    """{index: its text}, or nothing where there is no such file."""
-    try:
-        return {index: _read_index(folder, index)}
-    except SourceNotFoundError:
-        return {}
-
-
-def _read_index(folder: Folder, index: str) -> bytes:
-    source = folder.open(index)
-    try:
-        if source.nbytes > _MAX_INDEX_NBYTES:
-            raise FormatError(f"{source.url}: {source.nbytes:,} bytes are no index", url=source.url)
-        text = bytearray(source.nbytes)
-        source.read_into(0, memoryview(text))
-        source.check_unchanged()
-        return bytes(text)
-    finally:
-        source.close()
-
-
-def _parse_weight_map(text: bytes, url: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as exc:
-        raise FormatError(f"{url} is not JSON: {exc}", url=url) from exc
-    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
-    if not isinstance(weight_map, dict):
-        raise FormatError(f"{url} has no weight_map, so it names no tensors", url=url)
-    return weight_map
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{repeated!r} comes twice")
-    return value
-
-
-def _check_shard_name(shard: str, url: str) -> None:
-    """A shard lies inside the folder. Links may lead out of it: the hub's cache is made of them."""
-    parts = shard.split("/")
-    reason = ""
-    if not shard or "\0" in shard or "\\" in shard:
-        reason = "is no file name"
-    elif shard.startswith("/") or re.match(r"[A-Za-z]:", shard):
-        reason = "is an absolute path"
-    elif "://" in shard:
-        reason = "is a URL"
-    elif ".." in parts or "." in parts or "" in parts:
-        reason = "leads out of the checkpoint's folder"
-    if reason:
-        raise FormatError(f"{url}: the shard name {shard!r} {reason}; only files inside the folder are read", url=url)
-
-
-def _allowed_rows(header: Header, shard: str, allowed: set[str]) -> list[int] | None:
-    """The rows that the index names; None where it names all of them."""
-    absent = allowed.difference(header.names)
-    if absent:
-        name = min(absent)
-        raise FormatError(
-            f"the index says that {len(absent)} tensor(s) are in {shard}, and they are not: {name!r}"
-            f"{', ...' if len(absent) > 1 else ''}; the index and the shards are not of one version",
-            url=header.url,
-            tensor=name,
-        )
-    if len(allowed) == len(header.names):
-        return None
-    extra = len(header.names) - len(allowed)
-    log.warning("%s: %d tensor(s) that the index does not name are left out", header.url, extra)
-    return [row for row, name in enumerate(header.names) if name in allowed]

@@ -21,11 +21,11 @@ from typing import TypeAlias
 
 from typing_extensions import Self
 
-from headrace._checkpoint import INDEX_SUFFIX
 from headrace._crew import KEPT_OPEN, Crew, default_concurrency
 from headrace._destination import Destination, Part, writing
 from headrace._digests import digest_of
 from headrace._interpreter import switching_fast
+from headrace._shards import INDEX_SUFFIX
 from headrace.errors import DestinationError, IntegrityError, NoSpaceError, SourceChangedError
 from headrace.sources.base import ByteSource, Folder, is_remote, read_as_preferred
 

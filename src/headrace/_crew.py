@@ -1,4 +1,4 @@
-"""Many small tasks on a few threads, and one thread that reports: what pulls and verifications have in common.
+"""Many small tasks on a few threads, and one thread that reports: what openings, pulls and verifications have in common.
 
 Threads are not waited for for ever: where something failed, or the caller was interrupted, what they wait for is ended, and those
 whose waits nothing can end are left behind. They end by themselves, and touch nothing any more once `stop` is set.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from headrace._machine import available_cpus
+from headrace.sources.openings import Openings
 
 T = TypeVar("T")
 
@@ -26,24 +27,29 @@ def default_concurrency(*, is_remote: bool, most: int) -> int:
     return _NETWORK_CONCURRENCY if is_remote else min(most, max(2, available_cpus()))
 
 
+def _do_nothing() -> None:
+    """There is nothing to end, nobody to report to."""
+
+
 class Crew:
-    """The threads of one pull or verification.
+    """The threads of one opening, pull or verification.
 
     Args:
         name: of the threads.
+        end: called after `stop` was set; ends what the threads wait for, but for openings, which are ended by then.
         report: called on the calling thread, after every task and twice a second.
-        end: called after `stop` was set; ends what the threads wait for.
 
     Attributes:
         stop: set where something failed. Whoever does a task looks at it after each wait.
     """
 
-    def __init__(self, name: str, *, report: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, name: str, *, end: Callable[[], None] = _do_nothing, report: Callable[[], None] = _do_nothing) -> None:
         self.stop = threading.Event()
-        self._name, self._report, self._end = name, report, end
+        self._name, self._end, self._report = name, end, report
+        self._openings = Openings()
 
     def open_all(self, tasks: Sequence[T], do: Callable[[T], None], *, concurrency: int | None) -> None:
-        """Open files, many at once. Nothing ends the wait for one, so threads are left behind where it fails. As `work_off`."""
+        """Open files, many at once. Not every wait can be ended, so threads are left behind where it fails. As `work_off`."""
         threads = min(concurrency or _OPENERS, _OPENERS, len(tasks))
         self.work_off(tasks, lambda: do, threads=threads, is_patient=False)
 
@@ -67,13 +73,14 @@ class Crew:
         def work() -> None:
             try:
                 do = start()
-                while not self.stop.is_set():
-                    with taking:
-                        task = next(tasks, None)
-                    if task is None:
-                        break
-                    do(task)
-                    outcomes.put(True)
+                with self._openings.here():
+                    while not self.stop.is_set():
+                        with taking:
+                            task = next(tasks, None)
+                        if task is None:
+                            break
+                        do(task)
+                        outcomes.put(True)
             except BaseException as exc:  # noqa: BLE001 - raised by the thread that called
                 if not self.stop.is_set():
                     outcomes.put(exc)
@@ -96,6 +103,7 @@ class Crew:
                     self._report()
         except BaseException:
             self.stop.set()
+            self._openings.end()
             self._end()
             if not is_patient:
                 started.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace._checkpoint import INDEX_SUFFIX, shards_of_index
+from headrace._shards import INDEX_SUFFIX, shards_of_index
 from headrace.sources.base import ByteSource, Folder
 
 

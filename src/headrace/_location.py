@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
-from headrace._checkpoint import INDEX_SUFFIX, Checkpoint, open_files, open_folder
+from headrace._checkpoint import Checkpoint, open_files, open_folder
 from headrace._integrity import VerifiedSource
 from headrace._manifest import MANIFEST_NAME, Manifest, manifest_of
 from headrace._metadata import Metadata
 from headrace._options import Options, resolve
+from headrace._shards import INDEX_SUFFIX
 from headrace._verification import Verification, read_manifest
 from headrace.errors import OptionError, SourceNotFoundError
 from headrace.sources.base import ByteSource, Folder

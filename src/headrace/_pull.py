@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from headrace._checkpoint import INDEX_SUFFIX
 from headrace._copying import Copying, Counts, Report
 from headrace._destination import STATE, Destination
 from headrace._patterns import Patterns, choose
+from headrace._shards import INDEX_SUFFIX
 from headrace.errors import OptionError
 from headrace.sources.base import Folder
 

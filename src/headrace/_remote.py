@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from typing import Any, Final, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
-from headrace._checkpoint import INDEX_SUFFIX
 from headrace._environment import HubSettings, NetworkSettings
 from headrace._options import Options
+from headrace._shards import INDEX_SUFFIX
 from headrace.errors import OptionError
 from headrace.sources.base import ByteSource, Folder
 from headrace.sources.http import Access, Policy, public_url

@@ -8,6 +8,7 @@ model.safetensors alone.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
@@ -60,7 +61,9 @@ class WebFolder:
         self.url = public_url(urlunsplit(self._parts._replace(query="", fragment=""))).rstrip("/")
         self._access = _following(access)
         self._names = None if names is None else sorted(names)
+        self._is_found = names is None  # by the index, if there is one
         self._index: bytes | None = None
+        self._finding = threading.Lock()
         self._below: set[str] = set()
 
     def names(self) -> list[str]:
@@ -70,9 +73,10 @@ class WebFolder:
             SourceNotFoundError: there is neither an index nor a model.safetensors.
             FormatError: the index is no JSON object.
         """
-        if self._names is None:
-            self._names = self._find_names()
-        return list(self._names)
+        with self._finding:
+            if self._names is None:
+                self._names = self._find_names()
+            return list(self._names)
 
     def walk(self) -> list[str]:
         """The files in it, and those in folders below that the index names, sorted. Raises as `names`."""
@@ -83,9 +87,17 @@ class WebFolder:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             url = f"{self.url}/{name}"
             raise SourceNotFoundError(f"cannot open {url}: it is no name of a file inside the folder", url=url)
-        if name == INDEX_NAME and self._index is not None:
-            return MemorySource(self._index, url=f"{self.url}/{name}")
+        if name == INDEX_NAME and self._is_found:
+            return self._open_index()
         return open_http(self._url_of(name), access=self._access)
+
+    def _open_index(self) -> ByteSource:
+        """The index that tells the names, which is asked for once."""
+        self.names()
+        url = f"{self.url}/{INDEX_NAME}"
+        if self._index is None:
+            raise SourceNotFoundError(f"cannot open {url}: the server has none", url=url, status=404)
+        return MemorySource(self._index, url=url)
 
     def _url_of(self, name: str) -> str:
         return urlunsplit(self._parts._replace(path=f"{self._parts.path.rstrip('/')}/{quote(name)}", fragment=""))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Final
 
 from headrace.errors import SourceError, TruncatedError
@@ -13,6 +14,7 @@ from headrace.sources.http._client import Client
 from headrace.sources.http._failures import Failure, Headers
 from headrace.sources.http._hedge import Landing, Patience, RangeWatch
 from headrace.sources.http._retry import Tries
+from headrace.sources.openings import endable
 
 PREFIX_NBYTES: Final = 64 << 10  # what the reader of headers asks for first
 INDEX_NBYTES: Final = 2 << 20  # an index is read as a whole: one of 20,000 tensors takes one round trip
@@ -117,7 +119,6 @@ def open_http(url: str, *, access: Access | None = None, prefix_nbytes: int = PR
         >>> source.nbytes  # doctest: +SKIP
         90868376
     """
-    client = Client(url, access if access is not None else Access())
     wanted = max(1, prefix_nbytes)  # a range has at least one byte
 
     def attempt(tries: Tries) -> tuple[Version, bytes]:
@@ -128,11 +129,8 @@ def open_http(url: str, *, access: Access | None = None, prefix_nbytes: int = PR
         client.count(received_nbytes=landing.done)
         return accepted.version, bytes(prefix[: landing.done])
 
-    try:
+    with _asking(url, access) as client:
         version, prefix = client.persist(attempt, doing="open")
-    except BaseException:
-        client.close()
-        raise
     return HttpSource(client, version=version, prefix=prefix)
 
 
@@ -142,16 +140,13 @@ def fetch_head(url: str, *, access: Access | None = None) -> Headers:
     Raises:
         SourceError: it cannot be reached or found.
     """
-    client = Client(url, access if access is not None else Access(), method="HEAD")
 
     def attempt(tries: Tries) -> Headers:
         with client.asking(None, Patience(client, tries), tries) as answer:
             return answer.headers
 
-    try:
+    with _asking(url, access, method="HEAD") as client, closing(client):
         return client.persist(attempt, doing="look at")
-    finally:
-        client.close()
 
 
 def fetch(url: str, *, access: Access | None = None, limit_nbytes: int = 64 << 20) -> tuple[Headers, bytes]:
@@ -168,7 +163,6 @@ def fetch(url: str, *, access: Access | None = None, limit_nbytes: int = 64 << 2
     Raises:
         SourceError: it cannot be reached, found or read, or is longer.
     """
-    client = Client(url, access if access is not None else Access())
 
     def attempt(tries: Tries) -> tuple[Headers, bytes]:
         with client.asking(None, Patience(client, tries), tries) as answer:
@@ -179,7 +173,17 @@ def fetch(url: str, *, access: Access | None = None, limit_nbytes: int = 64 << 2
                 raise Failure("status", f"it is longer than {limit_nbytes} bytes", status=answer.status)
             return answer.headers, body
 
-    try:
+    with _asking(url, access) as client, closing(client):
         return client.persist(attempt, doing="fetch")
-    finally:
+
+
+@contextmanager
+def _asking(url: str, access: Access | None, *, method: str = "GET") -> Iterator[Client]:
+    """A client that other threads may end as one of their `Openings`; closed after an error."""
+    client = Client(url, access if access is not None else Access(), method=method)
+    try:
+        with endable(client.close):
+            yield client
+    except BaseException:
         client.close()
+        raise
