@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import headrace
 from headrace._limits import abilities_of, resolve_limits, resolve_staging, share_of_node
 from headrace._options import Options
-from headrace._plan import Limits, NodeLimits, SourceAbilities
+from headrace._plan import SLOT_SLACK_NBYTES, Limits, NodeLimits, SourceAbilities
 from headrace.errors import OptionError
 from headrace.sources.memory import MemorySource
 from headrace.testing.s3server import Bucket, S3Server
@@ -88,6 +88,23 @@ def test_the_ring_to_a_device_is_divided_and_the_devices_own_memory_is_not() -> 
     assert alone.staging is not None
     assert four.staging is not None
     assert four.staging.ahead_nbytes == alone.staging.ahead_nbytes
+
+
+@pytest.mark.parametrize(
+    ("cached", "nbytes", "alone", "together"),
+    [
+        (True, 1 << 30, 8 * MIB, 8 * MIB),
+        (True, 1 << 32, 8 * MIB, 16 * MIB),
+        (False, 1 << 30, 16 * MIB, 8 * MIB),
+        (False, 1 << 32, 16 * MIB, 16 * MIB),
+    ],
+)
+def test_ranks_that_load_together_have_long_slots_for_large_models(cached: bool, nbytes: int, alone: int, together: int) -> None:
+    ability = SourceAbilities("file", cached=cached)
+    for shared, expected in ((False, alone), (True, together)):
+        staging = resolve_staging(Options(local_ranks=4), [ability], largest=[MIB], nbytes=nbytes, shared=shared).staging
+        assert staging is not None
+        assert staging.slot_nbytes == expected + SLOT_SLACK_NBYTES
 
 
 def test_the_length_of_requests_is_an_option_for_networks_only() -> None:

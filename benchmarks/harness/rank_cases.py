@@ -120,7 +120,7 @@ CASES = (
     Case(
         "warm_devices",
         f"{_RANKS} ranks with simulated devices, cached, the ring used in place",
-        "shards",
+        "llama",
         "stream",
         False,
         (
@@ -144,4 +144,4 @@ CASES = (
     ),
 )
 
-QUICK_SETS = {"object": "short-object", "shards": "short-shards"}
+QUICK_SETS = {"object": "short-object", "shards": "short-shards", "llama": "short"}

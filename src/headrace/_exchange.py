@@ -369,7 +369,7 @@ class _Exchange:
                     return
                 self._finish(offer, sent=False, nbytes=self._part_nbytes(offer))
             turns[owner] += 1
-            self._node.done(k + 1)
+            self._node.done(k + 1, [owner])
 
     def _part_nbytes(self, offer: _Offer) -> int | None:
         """Bytes that this rank takes out of a block; None where it is no block."""

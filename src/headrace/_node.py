@@ -17,7 +17,7 @@ import platform
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +35,8 @@ _STARTS_AT: Final = 2048  # of each slot, where its bytes begin
 MOST_SLOTS: Final = (HEAD_NBYTES - _STARTS_AT) // 4
 NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
 _SYSCALL: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}  # futex
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_FUTEX_WAIT_BITSET, _FUTEX_WAKE_BITSET = 9, 10
+_ALL: Final = 0xFFFFFFFF
 
 
 class Head(ctypes.Structure):
@@ -158,9 +159,12 @@ class NodeMemory:
         ring = self._rings[owner]
         return ring.filled(turn) if self._wait(ring, "bell", lambda head: head.filled > turn) else None
 
-    def done(self, rounds: int) -> None:
-        """This rank needs nothing more of the first so many rounds."""
-        self._say("done_bell", done=rounds)
+    def done(self, rounds: int, owners: Iterable[int]) -> None:
+        """This rank needs nothing more of the first so many rounds; `owners` have those that are new, and may wait for that."""
+        whom = 0
+        for owner in owners:
+            whom |= _bit(owner)
+        self._say("done_bell", whom=whom, done=rounds)
 
     def leave(self, leaving: Leaving) -> None:
         """Tell the others that this rank takes no part any more, and end its own waiting."""
@@ -189,7 +193,7 @@ class NodeMemory:
         for fd in processes:
             os.close(fd)
 
-    def _say(self, *bells: str, **words: int) -> None:
+    def _say(self, *bells: str, whom: int = _ALL, **words: int) -> None:
         with self._lock:
             if not self._rings:
                 return
@@ -198,7 +202,7 @@ class NodeMemory:
                 setattr(head, name, value)
             for bell in bells:
                 setattr(head, bell, (getattr(head, bell) + 1) % (1 << 32))
-                wake(self._own.bells[bell])
+                wake(self._own.bells[bell], whom)
 
     def _wait_done(self, ring: _Ring, rounds: int) -> bool:
         return self._wait(ring, "done_bell", lambda head: head.done >= rounds)
@@ -221,7 +225,7 @@ class NodeMemory:
             if now - since > self._timeout_s:
                 self._check_beats(beats)
                 beats, since = [other.head.beat for other in self._rings], now
-            sleep(ring.bells[bell], rung, NAP_S)
+            sleep(ring.bells[bell], rung, NAP_S, _bit(self._rank))
 
     def _ended(self) -> list[int]:
         """Ranks whose processes have ended."""
@@ -341,17 +345,38 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _number = _SYSCALL.get(platform.machine())
 
 
-def sleep(address: int, value: int, seconds: float) -> None:
-    """Until somebody wakes the word at this address, it is no longer `value`, or the time is over."""
+def _bit(rank: int) -> int:
+    """Of those who sleep on a word, the ranks that are woken together."""
+    return 1 << rank % 32
+
+
+def sleep(address: int, value: int, seconds: float, who: int = _ALL) -> None:
+    """Until somebody wakes one of `who` at this address, its word is no longer `value`, or the time is over."""
     if _number is None:
         threading.Event().wait(min(seconds, 0.001))
         return
-    timeout = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    until = time.monotonic() + seconds  # FUTEX_WAIT_BITSET takes a point in time (futex(2))
+    timeout = _Timespec(int(until), int(until % 1 * 1e9))
     _libc.syscall(
-        _number, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(value), ctypes.byref(timeout), ctypes.c_void_p(0), 0
+        _number,
+        ctypes.c_void_p(address),
+        _FUTEX_WAIT_BITSET,
+        ctypes.c_uint32(value),
+        ctypes.byref(timeout),
+        ctypes.c_void_p(0),
+        ctypes.c_uint32(who),
     )
 
 
-def wake(address: int) -> None:
-    if _number is not None:
-        _libc.syscall(_number, ctypes.c_void_p(address), _FUTEX_WAKE, 1 << 30, ctypes.c_void_p(0), ctypes.c_void_p(0), 0)
+def wake(address: int, whom: int = _ALL) -> None:
+    """All that sleep at this address as one of `whom`."""
+    if _number is not None and whom:
+        _libc.syscall(
+            _number,
+            ctypes.c_void_p(address),
+            _FUTEX_WAKE_BITSET,
+            1 << 30,
+            ctypes.c_void_p(0),
+            ctypes.c_void_p(0),
+            ctypes.c_uint32(whom),
+        )

@@ -67,8 +67,10 @@ def join_relay(
     assert staging is not None, "of a load to a device"
     longest = max((max(plan.reads[i].nbytes, landing_nbytes(plan.reads[i])) for i in share.rounds), default=0)
     slot_nbytes = round_up(min(staging.slot_nbytes, longest + 2 * PAGE), PAGE)
-    # One for each reader, and one that is copied out of: every rank page-locks every slot of the node.
-    slots = max(1, min(staging.slots, plan.limits.concurrency + 1, share.owners.count(peers.rank), _node.MOST_SLOTS))
+    # One for each reader, and one that is copied out of: every rank page-locks every slot of the node. Where ranks have
+    # one reader each, CPUs are what is waited for, and the other ranks read meanwhile.
+    readers = plan.limits.concurrency
+    slots = max(1, min(staging.slots, readers + (readers > 1), share.owners.count(peers.rank), _node.MOST_SLOTS))
     node = _node.share(peers.rank, partial(peers.gather, about="rings"), slot_nbytes, peers.timeout_s, slots)
     if node is None:
         return join_wire(peers, plan, sources, share, blocks, policy, device, progress)
@@ -311,10 +313,11 @@ class Relay(DeviceRounds):
     def _finish(self, *rounds: int) -> None:
         with self._state:
             self._done.update(rounds)
+            before = self._first
             while self._first in self._done:
                 self._done.remove(self._first)
                 self._first += 1
-            self._node.done(self._first)
+            self._node.done(self._first, self._share.owners[before : self._first])
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
