@@ -12,13 +12,14 @@ import pickle
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,23 @@ _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, a
 
 _SLICE_S: Final = 0.05  # how long to wait in the store at a time
 
-_loads = Counter[str]()  # by group: all ranks of one begin their loads together in the same order
+_T = TypeVar("_T")
+
+
+class OfWorld(Generic[_T]):
+    """One thing for each start of torch.distributed, as long as that lasts: after another start all ranks begin anew."""
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._each: weakref.WeakKeyDictionary[object, _T] = weakref.WeakKeyDictionary()
+
+    def get(self) -> _T:
+        """That of the start that lasts."""
+        with self._lock:
+            return self._each.setdefault(_get_default_store(), self._make())
+
+
+_loads: Final = OfWorld(Counter[str])  # by group: all ranks of one begin their loads together in the same order
 
 
 def _node() -> tuple[str, str]:
@@ -66,7 +83,8 @@ class Peers:
 
     Attributes:
         rank, size: this rank within the group, and how many there are. `members`: their ranks in the world.
-        group: the caller's.
+        backends: of the caller's group, "cpu:gloo,cuda:nccl". The group itself is not kept: it ends with its last reference, and
+            where that is when the interpreter ends, a thread of Gloo's may end it with SIGABRT.
         timeout_s: as resolved.
 
     Raises:
@@ -82,16 +100,19 @@ class Peers:
         members = dist.get_process_group_ranks(dist.group.WORLD if group is True or group == "node" else group)
         if dist.get_rank() not in members:
             raise OptionError("this process is not in the group", option="group")
-        self.group: Any = dist.group.WORLD if group is True or group == "node" else group
+        found: Any = dist.group.WORLD if group is True or group == "node" else group
+        self.backends: str = dist.get_backend_config(found)
+        self._name = str(found.group_name)
         self._join(members)
         if group == "node":
             nodes = self.gather(_node(), about="nodes")
             self._join([member for member, node in zip(members, nodes, strict=True) if node == nodes[self.rank]])
 
     def _join(self, members: Sequence[int]) -> None:
-        name = hashlib.sha256(repr((self.group.group_name, list(members))).encode()).hexdigest()[:16]
-        self._begin(members, f"headrace/{name}/{_loads[name]}")
-        _loads[name] += 1
+        name = hashlib.sha256(repr((self._name, list(members))).encode()).hexdigest()[:16]
+        loads = _loads.get()
+        self._begin(members, f"headrace/{name}/{loads[name]}")
+        loads[name] += 1
 
     def _begin(self, members: Sequence[int], prefix: str) -> None:
         self.rank, self.size, self.members = members.index(dist.get_rank()), len(members), list(members)

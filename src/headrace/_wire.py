@@ -27,7 +27,7 @@ from headrace._dtypes import DTYPES
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._leaving import FAILED, STOPPED, Leaving, check_status, start_beating, status_of
 from headrace._owners import Share, describe
-from headrace._peers import Peers
+from headrace._peers import OfWorld, Peers
 from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
 from headrace._ring import Issue, Ring, Slot
@@ -55,7 +55,7 @@ class _Wire:
     broken: bool = False
 
 
-_wires: dict[tuple[tuple[int, ...], str], list[_Wire]] = {}  # made once, and kept: NCCL's take seconds
+_wires = OfWorld(dict[tuple[tuple[int, ...], str], list[_Wire]])  # made once, and kept: NCCL's take seconds
 _taking = threading.Lock()
 _kept_for_good: list[object] = []  # memory that a device may still write to
 
@@ -78,7 +78,7 @@ def join_wire(
     if not hasattr(device, "collective"):
         raise OptionError(f"{device.name}: torch.distributed cannot reach its memory, and these ranks share none", option="group")
     kind = device.wrap(None, ["U8"], [(0,)], [0], [0])[0].device.type
-    backend = backend_of(dist.get_backend_config(peers.group), kind)
+    backend = backend_of(peers.backends, kind)
     if backend is None:
         how = f"init_process_group('cpu:gloo,{kind}:nccl')"
         raise OptionError(f"the group has no backend for {kind}; start it with {how}, or use group='node'", option="group")
@@ -94,7 +94,7 @@ def join_wire(
 def _take_wire(peers: Peers, backend: str) -> _Wire:
     """Connections that no other load of these ranks has. Collective."""
     with _taking:
-        wires = _wires.setdefault((tuple(peers.members), backend), [])
+        wires = _wires.get().setdefault((tuple(peers.members), backend), [])
         number = next((number for number, wire in enumerate(wires) if not wire.taken), len(wires))
         if number == len(wires):
             wires.append(_Wire())
