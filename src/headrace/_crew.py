@@ -1,13 +1,14 @@
 """Many small tasks on a few threads, and one thread that reports: what openings, pulls and verifications have in common.
 
 Threads are not waited for for ever: where something failed, or the caller was interrupted, what they wait for is ended, and those
-whose waits nothing can end are left behind. They end by themselves, and touch nothing any more once `stop` is set.
+whose waits nothing can end are left behind after a second. They end by themselves, and touch nothing any more once `stop` is set.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -18,6 +19,7 @@ T = TypeVar("T")
 
 KEPT_OPEN: Final = 256  # of more files than this, each is opened again when its turn comes: descriptors are limited
 _REPORTED_S: Final = 0.5
+_LEAVE_S: Final = 1.0
 _NETWORK_CONCURRENCY: Final = 16
 _OPENERS: Final = 32
 
@@ -62,7 +64,7 @@ class Crew:
             tasks: taken one by one.
             start: called on each thread; gives what does a task, with memory of the thread's own.
             threads: how many.
-            is_patient: whether `end` can end every wait, so that the threads can be waited for.
+            is_patient: whether `end` can end every wait, so that the threads can be waited for; else they have a second to end.
 
         Raises:
             Whatever a task or `report` raises.
@@ -89,6 +91,7 @@ class Crew:
 
         crew = [threading.Thread(target=work, name=f"{self._name}-{i}", daemon=True) for i in range(threads)]
         started: list[threading.Thread] = []
+        until: float | None = None
         try:
             for thread in crew:
                 thread.start()
@@ -106,11 +109,11 @@ class Crew:
             self._openings.end()
             self._end()
             if not is_patient:
-                started.clear()
+                until = time.monotonic() + _LEAVE_S
             raise
         finally:
             for thread in started:
-                thread.join()
+                thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
 
 def _next_outcome(outcomes: queue.SimpleQueue[BaseException | bool]) -> BaseException | bool | None:

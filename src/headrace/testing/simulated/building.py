@@ -17,7 +17,8 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError
 
-_FLAGS = ("-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread", "-Wall", "-Wextra")
+# Symbolic: what it calls of itself is its own, also where torch's libcudart was there first, with the same names.
+_FLAGS = ("-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-shared", "-Wl,-Bsymbolic", "-pthread", "-Wall", "-Wextra")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 120.0
 
