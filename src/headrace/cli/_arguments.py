@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -123,10 +123,11 @@ def with_request(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
-    """The parameters, with annotations that are no text any more: names in it are those of the function's own module."""
-    hints = get_type_hints(function, include_extras=True)
-    found = inspect.signature(function).parameters.values()
-    return [parameter.replace(annotation=hints[parameter.name]) for parameter in found]
+    """The parameters, with annotations that are no text any more: names in it are those of the function's own module.
+
+    Not by `get_type_hints`, which before Python 3.11 wraps what has None for its default once more.
+    """
+    return list(inspect.signature(function, eval_str=True).parameters.values())
 
 
 def parse_dtypes(texts: Sequence[str]) -> str | dict[str, str] | None:
