@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -27,16 +26,15 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "src" / "headrace"
 
 
-def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **variables}
-    return subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
 
 
 def lint_imports(package: Path, *contracts: str) -> subprocess.CompletedProcess[str]:
     selection = [argument for contract in contracts for argument in ("--contract", contract)]
-    command = [BIN / "lint-imports", "--no-cache", "--no-logo", *selection]
     # The configuration is that of the current folder; the copy is checked, and not the installed package.
-    return run(*command, cwd=package.parents[1], PYTHONPATH=str(package.parent))
+    command = ["env", f"PYTHONPATH={package.parent}", BIN / "lint-imports", "--no-cache", "--no-logo", *selection]
+    return run(*command, cwd=package.parents[1])
 
 
 def add_line(package: Path, module: str, line: str) -> None:
