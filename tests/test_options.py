@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_type_hints  # noqa: TID251 - of classes, which have no defaults
 
 import pytest
 from checkpoints import random_contents, write
