@@ -208,7 +208,7 @@ CURED: dict[str, tuple[Action, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("fault", CURED)
+@pytest.mark.parametrize("fault", rest_slow(CURED, quick=range(1, 24, 3)))
 def test_a_request_that_fails_once_costs_little_and_ends_in_right_bytes(
     fault: str, verb: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -355,7 +355,7 @@ FAILING = "model-00003-of-00004.safetensors"
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("fault", ENDINGS)
+@pytest.mark.parametrize("fault", rest_slow(ENDINGS, quick=range(0, 24, 3)))
 def test_a_fault_that_stays_is_the_right_error(fault: str, verb: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     ending, model = ENDINGS[fault], model_for(verb, request)
     with serving(model, Rule(ending.action, key=f"*/{FAILING}", min_start=2 * MIB)) as server:

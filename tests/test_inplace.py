@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from budget import rest_slow
 from checkpoints import KIB, MIB, bytes_of, mixed_contents, random_contents, random_entry, value_of, write, wrong
 from simulated_gpu import Gpu, needs_compiler, simulated_gpu
 
@@ -62,7 +63,7 @@ def load(path: Path, gpu: Gpu, **arguments: Any) -> tuple[dict[str, torch.Tensor
     return kept, tensors.stats
 
 
-@pytest.mark.parametrize("data_start", [0, 1, 4])
+@pytest.mark.parametrize("data_start", rest_slow([0, 1, 4], quick=(1,)))
 def test_bytes_come_from_the_file_itself_and_the_file_stays_as_it_is(gpu: Gpu, shm: Path, data_start: int) -> None:
     path = write(shm / "m.safetensors", MIXED | LARGE, data_start=data_start)
     before, times = path.read_bytes(), path.stat()
@@ -115,7 +116,7 @@ def test_several_files_are_page_locked_each_and_all_given_back(gpu: Gpu, shm: Pa
     assert gpu.runtime.stats().registrations == gpu.runtime.stats().unregistrations == 3
 
 
-@pytest.mark.parametrize("fails", [0, 1, 2])
+@pytest.mark.parametrize("fails", rest_slow([0, 1, 2], quick=(1,)))
 def test_where_one_file_is_refused_none_is_page_locked_and_the_ring_serves(gpu: Gpu, shm: Path, fails: int, caplog: Any) -> None:
     contents = {}
     for i in range(3):

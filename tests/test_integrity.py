@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from budget import examples
+from budget import examples, rest_slow
 from checkpoints import KIB, MIB, Contents, bytes_of, random_contents, random_entry, serialize, value_of, wrong
 from hub_server import serving
 from hypothesis import given, settings
@@ -1017,7 +1017,7 @@ def test_a_second_load_is_checked_by_what_the_first_has_learned(contents: Conten
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 8])
-@pytest.mark.parametrize("memory_limit", [0, MIB, -1])
+@pytest.mark.parametrize("memory_limit", rest_slow([0, MIB, -1]))
 def test_waiting_for_ones_turn_ends_with_any_number_of_readers(concurrency: int, memory_limit: int) -> None:
     contents = random_contents(*[MIB + i for i in range(12)], 17 * MIB, *[KIB] * 20)
     shards = [serialize(contents), serialize({f"other.{name}": entry for name, entry in contents.items()})]

@@ -136,7 +136,7 @@ def served(contents: Contents = CONTENTS) -> Iterator[Server]:
             {"order": "file"},
             {"names": "*.norm"},
         ],
-        quick=range(3),
+        quick=range(1, 3),
     ),
     ids=str,
 )

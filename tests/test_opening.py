@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from budget import rest_slow
 from checkpoints import random_contents, serialize, wrong
 from http_servers import Seen, Server
 from typer.testing import CliRunner
@@ -70,7 +71,7 @@ def verify_it(url: str, tmp_path: Path, concurrency: int) -> None:
 
 
 @pytest.mark.parametrize("do", [load_it, pull_it, verify_it])
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("concurrency", rest_slow([1, 3], quick=(1,)))
 def test_no_more_requests_are_made_at_once_than_were_asked_for(
     tmp_path: Path, do: Callable[[str, Path, int], None], concurrency: int
 ) -> None:

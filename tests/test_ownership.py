@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from budget import rest_slow
 from checkpoints import (
     KIB,
     MIB,
@@ -442,7 +443,7 @@ needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), r
 
 @needs_smaps
 @pytest.mark.parametrize("memory_limit", [0, 16 * MIB])
-@pytest.mark.parametrize("rows", [128, 1024])
+@pytest.mark.parametrize("rows", rest_slow([128, 1024]))
 def test_a_caller_who_keeps_only_vectors_keeps_only_their_bytes(tmp_path: Path, memory_limit: int, rows: int) -> None:
     contents = {}
     for i in range(24):

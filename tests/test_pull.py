@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget import rest_slow
 from http_servers import Server, fault
 
 import headrace
@@ -401,7 +402,7 @@ class SlowToOpen(MemoryFolder):
         return self.opened[-1]
 
 
-@pytest.mark.parametrize("verb", ["pull", "verify"])
+@pytest.mark.parametrize("verb", rest_slow(["pull", "verify"]))
 def test_an_interrupt_is_not_kept_waiting_by_files_that_are_being_opened(dst: Path, verb: str) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from budget import rest_slow
 
 from headrace.errors import (
     OptionError,
@@ -653,7 +654,7 @@ def test_without_any_answer_the_file_counts_as_cached(big: Path, monkeypatch: py
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
-@pytest.mark.parametrize("hide", ["", "_cachestat_share", "_cachestat_share _nowait_share"])
+@pytest.mark.parametrize("hide", rest_slow(["", "_cachestat_share", "_cachestat_share _nowait_share"]))
 def test_another_users_cold_file_is_not_taken_for_cached_by_mincore(big: Path, hide: str) -> None:
     # The kernel shows mincore everything as cached to who neither owns the file nor may write to it.
     evict(big)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget import rest_slow
 from http_servers import Certificates, Fault, ProxyServer, Seen, Server, fault, free_port, silent_listener
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,7 +235,7 @@ OUTCOMES = {
 }
 
 
-@pytest.mark.parametrize("name", OUTCOMES)
+@pytest.mark.parametrize("name", rest_slow(OUTCOMES, quick=range(0, 70, 3)))
 def test_misbehaving_server_ends_in_right_bytes_or_the_right_error(name: str) -> None:
     outcome = OUTCOMES[name]
     faults = [replace(fault) for fault in outcome.faults]

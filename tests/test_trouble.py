@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from budget import rest_slow
 from checkpoints import (
     KIB,
     MIB,
@@ -263,7 +264,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: getattr(error, "__name__", type(error).__name__))
 @pytest.mark.parametrize("concurrency", [1, 8])
-@pytest.mark.parametrize("use", ["dropped", "kept", "copied", "cast"])
+@pytest.mark.parametrize("use", rest_slow(["dropped", "kept", "copied", "cast"], quick=(1, 3)))
 def test_a_read_that_fails_ends_the_load_with_its_error_and_frees_everything(error: Any, concurrency: int, use: str) -> None:
     source = WatchedSource(LARGE_BYTES, [Fault(nth_data_read(13), Raise(error))])
     arguments: dict[str, Any] = {"copied": {"ownership": "copied"}, "cast": {"dtype": dict.fromkeys(LARGE, "F32")}}.get(use, {})
