@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -187,6 +189,23 @@ def test_server_is_gone_after_its_case(tmp_path: Path) -> None:
         assert all(Path(f"/proc/{pid}").exists() for pid in target.pids)
     assert not any(Path(f"/proc/{pid}").exists() for pid in target.pids)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_benchmark_that_is_ended_ends_the_ranks_that_it_has_started(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, BENCHMARKS / "ranks.py", "--quick", "--no-peers", "--cases", "warm_devices"]
+    folders = ["--data", tmp_path / "data", "--out", tmp_path / "out"]
+    with subprocess.Popen([*command, *folders], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as benchmark:
+        children = Path(f"/proc/{benchmark.pid}/task/{benchmark.pid}/children")
+        ranks: list[str] = []
+        while len(ranks) < 4:
+            assert benchmark.poll() is None
+            threading.Event().wait(0.02)
+            ranks = children.read_text().split()
+        benchmark.send_signal(number)
+        assert benchmark.wait(30) == 128 + number
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 def test_case_without_its_server_says_why(tmp_path: Path) -> None:

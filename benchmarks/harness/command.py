@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 from harness import checkpoints, report
@@ -49,6 +51,8 @@ class Benchmark:
 
     def main(self) -> int:
         """Measure and report. Returns 0 also where a goal is missed: a shared machine decides no merge."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # in a shell's background, too, where Ctrl-C is ignored else
+            signal.signal(number, _leave)
         arguments = self._arguments()
         cases = [case for case in self.cases if self._wanted(case.name, arguments)]
         if not cases:
@@ -113,3 +117,8 @@ class Benchmark:
 
 def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """End by an exception, so that processes that were started are ended."""
+    raise SystemExit(128 + number)
