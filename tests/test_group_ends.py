@@ -1,7 +1,7 @@
 """What is left of a group after loads over it: nothing keeps it, and torch.distributed can be started anew.
 
 A group that somebody still holds when the interpreter ends is taken down by Gloo's threads then, which may end the process with
-SIGABRT (torch 2.13; 5 of 30 runs of four ranks, 2026-11-30).
+SIGABRT (torch 2.13; 5 of 60 runs of four ranks, 2026-11-30).
 """
 
 from __future__ import annotations
