@@ -100,3 +100,19 @@ def _descriptors() -> dict[str, str]:
         except FileNotFoundError:  # the one that listed the folder
             continue
     return found
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> None:
+    """What ranks are forked from; for the session, since it keeps its descriptors."""
+    from ranks import prepare_ranks
+
+    prepare_ranks()
+
+
+@pytest.fixture(scope="session")
+def rank_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two shards for ranks to load. Not to be written to."""
+    from ranks import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from checkpoints import bytes_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import alone, error_of, prepare_ranks, run_ranks, values, write_model
+from ranks import alone, error_of, run_ranks, values
 
 import headrace
 from headrace import OptionError, PeerError, SourceError
@@ -25,17 +25,7 @@ from headrace._partition import assign_owners
 from headrace.testing import Fault, FaultySource, Raise, touches
 
 KIB, MIB = 1 << 10, 1 << 20
-pytestmark = pytest.mark.slow  # a process of torch's own for each rank
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks() -> None:
-    prepare_ranks()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rank_server")]  # a process of torch's own for each rank
 
 
 def expected(folder: Path) -> dict[str, bytes]:
@@ -62,9 +52,11 @@ def load(rank: int, path: Path, one_node: bool, arguments: dict[str, Any]) -> tu
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
 @pytest.mark.parametrize(("world", "policy"), [(2, "chunks"), (3, "spans"), (4, "chunks"), (4, "files")])
-def test_every_rank_has_every_tensor_and_each_byte_is_read_once(folder: Path, world: int, policy: str, one_node: bool) -> None:
-    found = values(run_ranks(world, load, folder, one_node, {"partition": policy}))
-    whole, plan = expected(folder), headrace.plan(folder)
+def test_every_rank_has_every_tensor_and_each_byte_is_read_once(
+    rank_model: Path, world: int, policy: str, one_node: bool
+) -> None:
+    found = values(run_ranks(world, load, rank_model, one_node, {"partition": policy}))
+    whole, plan = expected(rank_model), headrace.plan(rank_model)
     for tensors, read, received, _ in found:
         assert tensors == whole
         assert read + received == plan.read_nbytes
@@ -80,8 +72,8 @@ def load_here(_rank: int, path: Path) -> list[int]:
     return [list(mine) == list(headrace.load(path)), list(together) == list(mine)]
 
 
-def test_load_keeps_the_order_and_a_world_of_one_is_a_plain_load(folder: Path) -> None:
-    assert values(run_ranks(2, load_here, folder)) == [[True, True]] * 2
+def test_load_keeps_the_order_and_a_world_of_one_is_a_plain_load(rank_model: Path) -> None:
+    assert values(run_ranks(2, load_here, rank_model)) == [[True, True]] * 2
 
 
 def load_in_subgroup(rank: int, path: Path) -> dict[str, bytes] | None:
@@ -99,9 +91,9 @@ def load_in_subgroup(rank: int, path: Path) -> dict[str, bytes] | None:
     return found
 
 
-def test_any_ranks_can_load_together_and_talk_of_other_things_meanwhile(folder: Path) -> None:
-    whole = expected(folder)
-    assert values(run_ranks(4, load_in_subgroup, folder)) == [None, whole, None, whole]
+def test_any_ranks_can_load_together_and_talk_of_other_things_meanwhile(rank_model: Path) -> None:
+    whole = expected(rank_model)
+    assert values(run_ranks(4, load_in_subgroup, rank_model)) == [None, whole, None, whole]
 
 
 def load_on_node(rank: int, path: Path) -> tuple[dict[str, bytes], int]:
@@ -115,11 +107,11 @@ def load_on_node(rank: int, path: Path) -> tuple[dict[str, bytes], int]:
     return found, tensors.stats.read_nbytes
 
 
-def test_each_node_can_load_for_itself(folder: Path) -> None:
-    found = values(run_ranks(4, load_on_node, folder))
-    whole = expected(folder)
+def test_each_node_can_load_for_itself(rank_model: Path) -> None:
+    found = values(run_ranks(4, load_on_node, rank_model))
+    whole = expected(rank_model)
     assert [tensors for tensors, _ in found] == [whole] * 4
-    nbytes = headrace.plan(folder).read_nbytes
+    nbytes = headrace.plan(rank_model).read_nbytes
     assert [found[0][1] + found[2][1], found[1][1] + found[3][1]] == [nbytes, nbytes]
 
 
@@ -134,8 +126,8 @@ def load_into(_rank: int, path: Path) -> bool:
     return all(bytes_of(given[name]) == bytes_of(tensor) for name, tensor in whole.items())
 
 
-def test_tensors_that_are_given_are_filled_on_every_rank(folder: Path) -> None:
-    assert values(run_ranks(2, load_into, folder)) == [True, True]
+def test_tensors_that_are_given_are_filled_on_every_rank(rank_model: Path) -> None:
+    assert values(run_ranks(2, load_into, rank_model)) == [True, True]
 
 
 def load_slices(rank: int, path: Path) -> tuple[dict[str, bytes], int]:
@@ -146,13 +138,13 @@ def load_slices(rank: int, path: Path) -> tuple[dict[str, bytes], int]:
             return {name: bytes_of(tensor) for name, tensor in tensors}, tensors.stats.read_nbytes
 
 
-def test_slices_are_read_by_each_rank_and_the_rest_by_one(folder: Path) -> None:
-    found = values(run_ranks(2, load_slices, folder))
-    whole = headrace.load(folder, dtype={"*.table": "int64"})
+def test_slices_are_read_by_each_rank_and_the_rest_by_one(rank_model: Path) -> None:
+    found = values(run_ranks(2, load_slices, rank_model))
+    whole = headrace.load(rank_model, dtype={"*.table": "int64"})
     for name, tensor in whole.items():
         parts = tensor.chunk(2) if name.endswith("weight") else [tensor, tensor]
         assert [tensors[name] for tensors, _ in found] == [bytes_of(part) for part in parts], name
-    assert sum(read for _, read in found) == headrace.plan(folder).read_nbytes
+    assert sum(read for _, read in found) == headrace.plan(rank_model).read_nbytes
 
 
 CUTS: dict[str, list[Any]] = {  # by rank, of 3
@@ -195,25 +187,27 @@ def slices_of(name: str, index: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_slices_that_overlap_in_the_file_are_read_once(folder: Path, one_node: bool, cut: str) -> None:
+def test_slices_that_overlap_in_the_file_are_read_once(rank_model: Path, one_node: bool, cut: str) -> None:
     dtype = {"*.3.weight": "float32", "*.table": "int64"}
     for policy in ("chunks", "files") if cut == "columns" else ("chunks",):
-        found = values(run_ranks(3, load_cuts, folder, one_node, cut, {"dtype": dtype, "partition": policy, "memory_limit": 0}))
-        whole = headrace.load(folder, dtype=dtype)
+        found = values(
+            run_ranks(3, load_cuts, rank_model, one_node, cut, {"dtype": dtype, "partition": policy, "memory_limit": 0})
+        )
+        whole = headrace.load(rank_model, dtype=dtype)
         for rank, (tensors, _, received, _) in enumerate(found):
-            taken = {name: headrace.load(folder, names=[name], slices=slices_of(name, CUTS[cut][rank])) for name in whole}
+            taken = {name: headrace.load(rank_model, names=[name], slices=slices_of(name, CUTS[cut][rank])) for name in whole}
             own_nbytes = sum((taken[name][name] if name.endswith(".weight") else whole[name]).nbytes for name in whole)
             assert received <= own_nbytes
             index = CUTS[cut][rank]
             for name, tensor in whole.items():
                 expected = tensor
                 if name.endswith(".weight") and index is not ...:
-                    expected = headrace.load(folder, names=[name], slices={name: index}, dtype=dtype)[name]
+                    expected = headrace.load(rank_model, names=[name], slices={name: index}, dtype=dtype)[name]
                     expected = expected.float() if name == "0.layer.0.weight" else expected
                 assert tensors[name] == bytes_of(expected), (rank, name)
         assert sum(sent for _, _, _, sent in found) == sum(received for _, _, received, _ in found)
         read = sum(read for _, read, _, _ in found)
-        assert read <= 1.02 * headrace.plan(folder).read_nbytes
+        assert read <= 1.02 * headrace.plan(rank_model).read_nbytes
 
 
 def keep_within_limit(_rank: int, path: Path) -> bool:
@@ -223,8 +217,8 @@ def keep_within_limit(_rank: int, path: Path) -> bool:
     return all(bytes_of(tensor) == before for tensor, before in kept.values())
 
 
-def test_little_memory_and_callers_that_keep_everything_do_not_stop_each_other(folder: Path) -> None:
-    assert values(run_ranks(3, keep_within_limit, folder)) == [True] * 3
+def test_little_memory_and_callers_that_keep_everything_do_not_stop_each_other(rank_model: Path) -> None:
+    assert values(run_ranks(3, keep_within_limit, rank_model)) == [True] * 3
 
 
 # ---- ranks that fail, stop, disagree or disappear
@@ -244,8 +238,8 @@ def stop_early(rank: int, path: Path, one_node: bool) -> int:
 
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
-def test_a_rank_that_stops_early_is_named_to_the_others(folder: Path, one_node: bool) -> None:
-    outcomes = run_ranks(3, stop_early, folder, one_node)
+def test_a_rank_that_stops_early_is_named_to_the_others(rank_model: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, stop_early, rank_model, one_node)
     assert outcomes[1] is not None
     assert outcomes[1].value == 3
     for rank in (0, 2):
@@ -264,8 +258,8 @@ def stop_early_with_columns(rank: int, path: Path) -> None:
                     break
 
 
-def test_a_rank_that_stops_early_is_named_where_blocks_are_read(folder: Path) -> None:
-    outcomes = run_ranks(3, stop_early_with_columns, folder)
+def test_a_rank_that_stops_early_is_named_where_blocks_are_read(rank_model: Path) -> None:
+    outcomes = run_ranks(3, stop_early_with_columns, rank_model)
     assert [error_of(outcomes[rank]).rank for rank in (0, 2)] == [1, 1]  # type: ignore[attr-defined]
 
 
@@ -282,8 +276,8 @@ def fail_reading(rank: int, path: Path, one_node: bool) -> None:
 
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
-def test_a_rank_that_cannot_read_is_named_to_the_others_with_its_reason(folder: Path, one_node: bool) -> None:
-    outcomes = run_ranks(3, fail_reading, folder, one_node)
+def test_a_rank_that_cannot_read_is_named_to_the_others_with_its_reason(rank_model: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, fail_reading, rank_model, one_node)
     assert isinstance(error_of(outcomes[2]), SourceError)
     for rank in (0, 1):
         error = error_of(outcomes[rank])
@@ -309,8 +303,8 @@ def fail_slowly(rank: int, path: Path) -> None:
     fail_reading(rank, path, True)
 
 
-def test_a_reason_is_given_before_the_memory_that_it_is_written_to_is_let_go(folder: Path) -> None:
-    outcomes = run_ranks(3, fail_slowly, folder)
+def test_a_reason_is_given_before_the_memory_that_it_is_written_to_is_let_go(rank_model: Path) -> None:
+    outcomes = run_ranks(3, fail_slowly, rank_model)
     assert [type(error_of(outcome)) for outcome in outcomes] == [PeerError, PeerError, SourceError]
     assert all("SourceError" in str(error_of(outcome)) for outcome in outcomes[:2])
 
@@ -325,8 +319,8 @@ def die(rank: int, path: Path, one_node: bool) -> None:
 
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
-def test_a_rank_that_is_killed_is_named_to_the_others(folder: Path, one_node: bool) -> None:
-    outcomes = run_ranks(3, die, folder, one_node)
+def test_a_rank_that_is_killed_is_named_to_the_others(rank_model: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, die, rank_model, one_node)
     assert outcomes[1] is None
     for rank in (0, 2):
         error = error_of(outcomes[rank])
@@ -344,8 +338,8 @@ def hang(rank: int, path: Path, one_node: bool) -> None:
 
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
-def test_a_rank_that_hangs_is_named_after_the_timeout(folder: Path, one_node: bool) -> None:
-    outcomes = run_ranks(3, hang, folder, one_node, hanging=2)
+def test_a_rank_that_hangs_is_named_after_the_timeout(rank_model: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, hang, rank_model, one_node, hanging=2)
     for rank in (0, 1):
         error = error_of(outcomes[rank])
         assert isinstance(error, PeerError)
@@ -365,8 +359,8 @@ def dawdle(rank: int, path: Path, one_node: bool) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
-def test_a_rank_that_is_slow_is_waited_for_as_long_as_it_lives(folder: Path, one_node: bool) -> None:
-    assert values(run_ranks(3, dawdle, folder, one_node)) == [expected(folder)] * 3
+def test_a_rank_that_is_slow_is_waited_for_as_long_as_it_lives(rank_model: Path, one_node: bool) -> None:
+    assert values(run_ranks(3, dawdle, rank_model, one_node)) == [expected(rank_model)] * 3
 
 
 def ask_for_other_things(rank: int, path: Path) -> None:
@@ -374,8 +368,8 @@ def ask_for_other_things(rank: int, path: Path) -> None:
     headrace.load(path, group=True, names="*.weight" if rank else None)
 
 
-def test_ranks_that_ask_for_different_things_hear_so_before_the_first_byte(folder: Path) -> None:
-    for outcome in run_ranks(2, ask_for_other_things, folder):
+def test_ranks_that_ask_for_different_things_hear_so_before_the_first_byte(rank_model: Path) -> None:
+    for outcome in run_ranks(2, ask_for_other_things, rank_model):
         error = error_of(outcome)
         assert isinstance(error, PeerError)
         assert "another plan" in str(error)
@@ -386,8 +380,8 @@ def open_nothing(rank: int, path: Path) -> None:
     headrace.load(path if rank != 1 else path / "missing", group=True)
 
 
-def test_a_rank_that_cannot_begin_is_named_to_the_others(folder: Path) -> None:
-    outcomes = run_ranks(3, open_nothing, folder)
+def test_a_rank_that_cannot_begin_is_named_to_the_others(rank_model: Path) -> None:
+    outcomes = run_ranks(3, open_nothing, rank_model)
     assert isinstance(error_of(outcomes[1]), FileNotFoundError)
     for rank in (0, 2):
         error = error_of(outcomes[rank])
@@ -415,14 +409,14 @@ def load_again(_rank: int, path: Path) -> list[int]:
     return counts
 
 
-def test_loads_that_failed_leave_no_descriptors_and_the_next_one_works(folder: Path) -> None:
-    for counts in values(run_ranks(2, load_again, folder)):
+def test_loads_that_failed_leave_no_descriptors_and_the_next_one_works(rank_model: Path) -> None:
+    for counts in values(run_ranks(2, load_again, rank_model)):
         assert max(counts[1:]) <= counts[0] + 2
 
 
-def test_without_a_process_group_a_group_is_refused(folder: Path) -> None:
+def test_without_a_process_group_a_group_is_refused(rank_model: Path) -> None:
     with pytest.raises(OptionError, match="init_process_group"):
-        headrace.stream(folder, group=True)
+        headrace.stream(rank_model, group=True)
 
 
 # ---- who reads what

@@ -15,22 +15,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoints import bytes_of
-from ranks import alone, prepare_ranks, run_ranks, values, write_model
+from ranks import alone, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks() -> None:
-    prepare_ranks()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rank_server")]
 
 
 def load(path: Path, device: str, named: bool) -> dict[str, bytes]:
@@ -63,8 +53,8 @@ def load_and_end(
 @pytest.mark.parametrize("named", [True, False], ids=["a group", "the default group"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=needs_compiler)])
 def test_nothing_keeps_a_group_that_was_loaded_over(
-    folder: Path, tmp_path: Path, device: str, named: bool, one_node: bool
+    rank_model: Path, tmp_path: Path, device: str, named: bool, one_node: bool
 ) -> None:
-    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
-    found = values(run_ranks(2, load_and_end, folder, device, named, one_node, str(tmp_path / "again")))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(rank_model).items()}
+    found = values(run_ranks(2, load_and_end, rank_model, device, named, one_node, str(tmp_path / "again")))
     assert found == [(True, [whole, whole])] * 2

@@ -10,24 +10,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoints import bytes_of
-from ranks import alone, prepare_ranks, run_ranks, values, write_model
+from ranks import alone, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
 from headrace import HeadraceError, PeerError
 
-pytestmark = [pytest.mark.slow, needs_compiler]
+pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("rank_server")]
 TIMEOUT_S = 10.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks() -> None:
-    prepare_ranks()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def requests(path: Path, gpu: Any) -> dict[str, dict[str, Any]]:
@@ -71,8 +61,8 @@ def ask_for_other_things(rank: int, path: Path) -> tuple[list[tuple[str, int | N
     return found, all(bytes_of(together[name]) == bytes_of(tensor) for name, tensor in whole.items())
 
 
-def test_ranks_that_ask_for_different_things_name_each_other_and_can_load_afterwards(folder: Path) -> None:
-    found = values(run_ranks(2, ask_for_other_things, folder))
+def test_ranks_that_ask_for_different_things_name_each_other_and_can_load_afterwards(rank_model: Path) -> None:
+    found = values(run_ranks(2, ask_for_other_things, rank_model))
     assert [right for _, right in found] == [True, True]
     for number, pair in enumerate(PAIRS):
         for rank, (outcomes, _) in enumerate(found):
@@ -109,12 +99,12 @@ def load_at_once(_rank: int, path: Path, one_node: bool, to_device: bool) -> lis
 
 
 @pytest.mark.parametrize("to_device", [False, True], ids=["to the host", "to devices"])
-def test_loads_over_two_groups_of_the_same_ranks_can_be_under_way_at_once(folder: Path, to_device: bool) -> None:
-    assert values(run_ranks(3, load_at_once, folder, True, to_device)) == [[True, True]] * 3
+def test_loads_over_two_groups_of_the_same_ranks_can_be_under_way_at_once(rank_model: Path, to_device: bool) -> None:
+    assert values(run_ranks(3, load_at_once, rank_model, True, to_device)) == [[True, True]] * 3
 
 
-def test_loads_over_two_groups_of_several_nodes_can_be_under_way_at_once(folder: Path) -> None:
-    assert values(run_ranks(2, load_at_once, folder, False, False)) == [[True, True]] * 2
+def test_loads_over_two_groups_of_several_nodes_can_be_under_way_at_once(rank_model: Path) -> None:
+    assert values(run_ranks(2, load_at_once, rank_model, False, False)) == [[True, True]] * 2
 
 
 def take_turns(_rank: int, path: Path, one_node: bool, to_device: bool) -> list[Any]:
@@ -135,5 +125,5 @@ def take_turns(_rank: int, path: Path, one_node: bool, to_device: bool) -> list[
 
 @pytest.mark.parametrize("to_device", [False, True], ids=["to the host", "to devices"])
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
-def test_two_streams_of_one_group_can_be_open_at_once(folder: Path, one_node: bool, to_device: bool) -> None:
-    assert values(run_ranks(2, take_turns, folder, one_node, to_device)) == [[True, True]] * 2
+def test_two_streams_of_one_group_can_be_open_at_once(rank_model: Path, one_node: bool, to_device: bool) -> None:
+    assert values(run_ranks(2, take_turns, rank_model, one_node, to_device)) == [[True, True]] * 2

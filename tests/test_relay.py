@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import bytes_of, mixed_contents, write
-from ranks import alone, error_of, prepare_ranks, run_ranks, values, write_model
+from ranks import alone, error_of, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
@@ -23,17 +23,7 @@ from headrace.devices.cuda import CudaDevice
 from headrace.testing import Fault, FaultySource, Raise, touches
 
 KIB, MIB = 1 << 10, 1 << 20
-pytestmark = [pytest.mark.slow, needs_compiler]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks() -> None:
-    prepare_ranks()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("rank_server")]
 
 
 NODES = pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
@@ -60,11 +50,11 @@ def load(rank: int, path: Path, one_node: bool, arguments: dict[str, Any]) -> tu
 )
 @NODES
 def test_every_device_has_every_tensor_and_each_byte_is_read_once(
-    folder: Path, world: int, arguments: dict[str, Any], one_node: bool
+    rank_model: Path, world: int, arguments: dict[str, Any], one_node: bool
 ) -> None:
-    found = values(run_ranks(world, load, folder, one_node, arguments))
-    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
-    nbytes = headrace.plan(folder, device="cuda:0", **arguments).read_nbytes
+    found = values(run_ranks(world, load, rank_model, one_node, arguments))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(rank_model).items()}
+    nbytes = headrace.plan(rank_model, device="cuda:0", **arguments).read_nbytes
     for tensors, read, received, sent in found:
         assert tensors == whole
         assert read + received == nbytes
@@ -86,10 +76,10 @@ def load_counted(rank: int, path: Path, refused_on: int | None, arguments: dict[
 
 @pytest.mark.parametrize(("refused_on", "pin"), [(None, "auto"), (1, "auto"), (None, "off")])
 def test_copies_come_straight_out_of_the_shared_rings_where_these_can_be_page_locked(
-    folder: Path, refused_on: int | None, pin: str
+    rank_model: Path, refused_on: int | None, pin: str
 ) -> None:
-    found = values(run_ranks(3, load_counted, folder, refused_on, {"pin": pin}))
-    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
+    found = values(run_ranks(3, load_counted, rank_model, refused_on, {"pin": pin}))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(rank_model).items()}
     for rank, (tensors, stats) in enumerate(found):
         assert tensors == whole
         assert ("through each rank's own ring" in stats.exchange) == (rank == refused_on)
@@ -129,20 +119,22 @@ def load_cuts(rank: int, path: Path, one_node: bool, cut: str, arguments: dict[s
 @pytest.mark.parametrize("arguments", [{}, {"memory_limit": 0, "cast_at": "host"}], ids=str)
 @pytest.mark.parametrize("cut", CUTS)
 @NODES
-def test_slices_that_overlap_in_the_file_are_read_once(folder: Path, cut: str, arguments: dict[str, Any], one_node: bool) -> None:
+def test_slices_that_overlap_in_the_file_are_read_once(
+    rank_model: Path, cut: str, arguments: dict[str, Any], one_node: bool
+) -> None:
     dtype = {"*.3.weight": "float32", "*.4.weight": "float8_e4m3fn", "*.table": "int64"}
-    found = values(run_ranks(3, load_cuts, folder, one_node, cut, {"dtype": dtype, **arguments}))
-    whole = headrace.load(folder, dtype=dtype)
+    found = values(run_ranks(3, load_cuts, rank_model, one_node, cut, {"dtype": dtype, **arguments}))
+    whole = headrace.load(rank_model, dtype=dtype)
     for rank, (tensors, stats) in enumerate(found):
         index = CUTS[cut][rank]
         own_nbytes = 0
         for name in whole:
             sliced = {name: index} if name.endswith(".weight") and index is not ... else {}
-            expected = headrace.load(folder, names=[name], slices=sliced, dtype=dtype)[name]
+            expected = headrace.load(rank_model, names=[name], slices=sliced, dtype=dtype)[name]
             assert tensors[name] == bytes_of(expected), (rank, name)
-            own_nbytes += headrace.load(folder, names=[name], slices=sliced)[name].nbytes
+            own_nbytes += headrace.load(rank_model, names=[name], slices=sliced)[name].nbytes
         assert stats.from_peers_nbytes <= own_nbytes
-    assert sum(stats.read_nbytes for _, stats in found) <= 1.02 * headrace.plan(folder).read_nbytes
+    assert sum(stats.read_nbytes for _, stats in found) <= 1.02 * headrace.plan(rank_model).read_nbytes
     assert sum(stats.to_peers_nbytes for _, stats in found) == sum(stats.from_peers_nbytes for _, stats in found)
 
 
@@ -160,10 +152,12 @@ def load_held(rank: int, path: Path, held_on: list[int]) -> tuple[dict[str, byte
 
 
 @pytest.mark.parametrize("held_on", [[0, 1], [1]], ids=str)
-def test_a_held_checkpoint_is_copied_from_where_all_ranks_hold_it_and_else_exchanged(folder: Path, held_on: list[int]) -> None:
-    found = values(run_ranks(2, load_held, folder, held_on))
-    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(folder).items()}
-    nbytes = headrace.plan(folder).read_nbytes
+def test_a_held_checkpoint_is_copied_from_where_all_ranks_hold_it_and_else_exchanged(
+    rank_model: Path, held_on: list[int]
+) -> None:
+    found = values(run_ranks(2, load_held, rank_model, held_on))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(rank_model).items()}
+    nbytes = headrace.plan(rank_model).read_nbytes
     assert all(tensors == whole for tensors, _ in found)
     moved = [stats.from_peers_nbytes for _, stats in found]
     assert moved == [0, 0] if held_on == [0, 1] else sum(moved) == pytest.approx(nbytes, rel=0.1)
@@ -183,9 +177,9 @@ def load_converted(_rank: int, path: Path, one_node: bool) -> dict[str, bytes]:
 
 
 @NODES
-def test_casts_and_slices_are_those_of_a_load_alone(folder: Path, one_node: bool) -> None:
-    found = values(run_ranks(2, load_converted, folder, one_node))
-    whole = headrace.load(folder, dtype={"*.norm": "bfloat16", "*.bias": "float32", "*.scale": "float32"})
+def test_casts_and_slices_are_those_of_a_load_alone(rank_model: Path, one_node: bool) -> None:
+    found = values(run_ranks(2, load_converted, rank_model, one_node))
+    whole = headrace.load(rank_model, dtype={"*.norm": "bfloat16", "*.bias": "float32", "*.scale": "float32"})
     for rank, tensors in enumerate(found):
         for name, tensor in whole.items():
             part = tensor.chunk(2, dim=1)[rank] if name.endswith("weight") else tensor
@@ -213,8 +207,8 @@ def end_early(rank: int, path: Path, one_node: bool, how: str) -> int:
 
 @NODES
 @pytest.mark.parametrize("how", ["stops", "fails", "dies"])
-def test_a_rank_that_ends_early_is_named_to_the_others(folder: Path, how: str, one_node: bool) -> None:
-    outcomes = run_ranks(3, end_early, folder, one_node, how)
+def test_a_rank_that_ends_early_is_named_to_the_others(rank_model: Path, how: str, one_node: bool) -> None:
+    outcomes = run_ranks(3, end_early, rank_model, one_node, how)
     for rank in (0, 2):
         error = error_of(outcomes[rank])
         assert isinstance(error, PeerError), outcomes[rank]
@@ -257,8 +251,8 @@ def load_without(rank: int, path: Path) -> None:
         headrace.load(path, device=gpu.device, group=True)
 
 
-def test_devices_that_collectives_cannot_reach_are_refused_among_several_nodes(folder: Path) -> None:
-    for outcome in run_ranks(2, load_without, folder):
+def test_devices_that_collectives_cannot_reach_are_refused_among_several_nodes(rank_model: Path) -> None:
+    for outcome in run_ranks(2, load_without, rank_model):
         error = error_of(outcome)
         assert isinstance(error, OptionError)
         assert error.option == "group"
