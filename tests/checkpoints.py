@@ -45,7 +45,10 @@ def random_contents(*sizes: int, dtype: str = "U8") -> Contents:
 
 
 def mixed_contents() -> Contents:
-    """Large, small, scalar, empty and unusual tensors in turn, each of another size; about 9 MiB."""
+    """Large, small, scalar, empty and unusual tensors in turn, each of another size; about 9 MiB.
+
+    Packed ones have modules of their own: a blanket dtype would leave their neighbours alone.
+    """
     found: Contents = {}
     for i in range(8):
         found[f"layer.{i}.weight"] = random_entry("BF16", (256 + i, 1024), seed=i)
@@ -53,7 +56,7 @@ def mixed_contents() -> Contents:
         found[f"layer.{i}.scale"] = random_entry("F64", (), seed=200 + i)
         found[f"layer.{i}.bias"] = random_entry("F16", (3, 0), seed=300 + i)
         found[f"layer.{i}.mask"] = random_entry("BOOL", (17, 3), seed=400 + i)
-        found[f"layer.{i}.packed"] = random_entry("F6_E2M3", (64, 4), seed=500 + i)
+        found[f"packed.{i}.bits"] = random_entry("F6_E2M3", (64, 4), seed=500 + i)
         found[f"layer.{i}.table"] = random_entry("I32", (300_000 + 1024 * i,) if i % 2 else (70_001,), seed=600 + i)
     return found
 

@@ -101,10 +101,29 @@ def error_of(outcome: Outcome | None) -> BaseException:
 
 
 def alone() -> None:
-    """Ranks do not see each other's memory from here on, as on several nodes."""
+    """Each rank is on a node of its own from here on: they know of it, and do not see each other's memory."""
     import headrace._node
+    import headrace._peers
 
     headrace._node._NAME = f"headrace-{os.getpid()}"  # type: ignore[misc]
+    headrace._peers._node = lambda: (f"machine {os.getpid()}", "")
+
+
+# By full names: a blanket rule would leave scales alone.
+CASTS = {
+    f"{shard}.layer.{name}": dtype
+    for shard in range(2)
+    for name, dtype in {
+        "3.weight": "float32",
+        "4.weight": "float8_e4m3fn",
+        "1.norm": "bfloat16",
+        "2.norm": "float64",
+        "5.scale": "float32",
+        "6.bias": "float32",
+        "6.table": "int64",
+        "7.table": "int16",
+    }.items()
+}
 
 
 def write_model(path: Path) -> Path:

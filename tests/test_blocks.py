@@ -85,7 +85,7 @@ def test_a_blocks_part_is_the_next_stretch_of_the_slice(case: tuple[tuple[int, .
     wanted = picked(array.reshape(shape), index).reshape(-1)
     found, placed = list[int](), np.full(wanted.shape, -1)
     for offset, count, cutouts in blocks_of(shape, stretches, most):
-        packing = packed(cutouts)
+        packing = packed(cutouts, "I64")
         part = np.full(packing.elements, -1)
         for cutout in packing.cutouts:
             take(array[offset : offset + count], part, cutout)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from checkpoints import bytes_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import alone, error_of, run_ranks, values
+from ranks import CASTS, alone, error_of, run_ranks, values
 
 import headrace
 from headrace import OptionError, PeerError, SourceError
@@ -134,13 +134,13 @@ def load_slices(rank: int, path: Path) -> tuple[dict[str, bytes], int]:
     """Each rank's rows of the weights, and everything else whole."""
     with headrace.open(path) as checkpoint:
         slices = headrace.tensor_parallel(checkpoint, rank, 2, {"*.weight": "colwise"})
-        with headrace.stream(checkpoint, group=True, slices=slices, dtype={"*.table": "int64"}) as tensors:
+        with headrace.stream(checkpoint, group=True, slices=slices, dtype=CASTS) as tensors:
             return {name: bytes_of(tensor) for name, tensor in tensors}, tensors.stats.read_nbytes
 
 
 def test_slices_are_read_by_each_rank_and_the_rest_by_one(rank_model: Path) -> None:
     found = values(run_ranks(2, load_slices, rank_model))
-    whole = headrace.load(rank_model, dtype={"*.table": "int64"})
+    whole = headrace.load(rank_model, dtype=CASTS)
     for name, tensor in whole.items():
         parts = tensor.chunk(2) if name.endswith("weight") else [tensor, tensor]
         assert [tensors[name] for tensors, _ in found] == [bytes_of(part) for part in parts], name
@@ -188,12 +188,11 @@ def slices_of(name: str, index: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_slices_that_overlap_in_the_file_are_read_once(rank_model: Path, one_node: bool, cut: str) -> None:
-    dtype = {"*.3.weight": "float32", "*.table": "int64"}
     for policy in ("chunks", "files") if cut == "columns" else ("chunks",):
         found = values(
-            run_ranks(3, load_cuts, rank_model, one_node, cut, {"dtype": dtype, "partition": policy, "memory_limit": 0})
+            run_ranks(3, load_cuts, rank_model, one_node, cut, {"dtype": CASTS, "partition": policy, "memory_limit": 0})
         )
-        whole = headrace.load(rank_model, dtype=dtype)
+        whole = headrace.load(rank_model, dtype=CASTS)
         for rank, (tensors, _, received, _) in enumerate(found):
             taken = {name: headrace.load(rank_model, names=[name], slices=slices_of(name, CUTS[cut][rank])) for name in whole}
             own_nbytes = sum((taken[name][name] if name.endswith(".weight") else whole[name]).nbytes for name in whole)
@@ -202,7 +201,7 @@ def test_slices_that_overlap_in_the_file_are_read_once(rank_model: Path, one_nod
             for name, tensor in whole.items():
                 expected = tensor
                 if name.endswith(".weight") and index is not ...:
-                    expected = headrace.load(rank_model, names=[name], slices={name: index}, dtype=dtype)[name]
+                    expected = headrace.load(rank_model, names=[name], slices={name: index}, dtype=CASTS)[name]
                     expected = expected.float() if name == "0.layer.0.weight" else expected
                 assert tensors[name] == bytes_of(expected), (rank, name)
         assert sum(sent for _, _, _, sent in found) == sum(received for _, _, received, _ in found)

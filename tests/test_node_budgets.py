@@ -78,7 +78,7 @@ def test_no_limit_stays_none_and_one_that_is_given_is_divided() -> None:
 def test_the_ring_to_a_device_is_divided_and_the_devices_own_memory_is_not() -> None:
     def resolved(ranks: int | None) -> Limits:
         options = Options(memory_limit=640 * MIB, concurrency=16, local_ranks=ranks)
-        return resolve_staging(options, [CACHED], largest=[MIB], nbytes=1 << 32)
+        return resolve_staging(options, [CACHED], largest=[MIB], nbytes=1 << 32, cast_at="device")
 
     alone, four = resolved(None), resolved(4)
     assert alone.node is None
@@ -102,7 +102,9 @@ def test_the_ring_to_a_device_is_divided_and_the_devices_own_memory_is_not() -> 
 def test_ranks_that_load_together_have_long_slots_for_large_models(cached: bool, nbytes: int, alone: int, together: int) -> None:
     ability = SourceAbilities("file", cached=cached)
     for shared, expected in ((False, alone), (True, together)):
-        staging = resolve_staging(Options(local_ranks=4), [ability], largest=[MIB], nbytes=nbytes, shared=shared).staging
+        staging = resolve_staging(
+            Options(local_ranks=4), [ability], largest=[MIB], nbytes=nbytes, cast_at="device", shared=shared
+        ).staging
         assert staging is not None
         assert staging.slot_nbytes == expected + SLOT_SLACK_NBYTES
 

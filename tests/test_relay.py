@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import bytes_of, mixed_contents, write
-from ranks import alone, error_of, run_ranks, values
+from checkpoints import bytes_of, mixed_contents, random_entry, write
+from ranks import CASTS, alone, error_of, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
@@ -122,15 +122,14 @@ def load_cuts(rank: int, path: Path, one_node: bool, cut: str, arguments: dict[s
 def test_slices_that_overlap_in_the_file_are_read_once(
     rank_model: Path, cut: str, arguments: dict[str, Any], one_node: bool
 ) -> None:
-    dtype = {"*.3.weight": "float32", "*.4.weight": "float8_e4m3fn", "*.table": "int64"}
-    found = values(run_ranks(3, load_cuts, rank_model, one_node, cut, {"dtype": dtype, **arguments}))
-    whole = headrace.load(rank_model, dtype=dtype)
+    found = values(run_ranks(3, load_cuts, rank_model, one_node, cut, {"dtype": CASTS, **arguments}))
+    whole = headrace.load(rank_model, dtype=CASTS)
     for rank, (tensors, stats) in enumerate(found):
         index = CUTS[cut][rank]
         own_nbytes = 0
         for name in whole:
             sliced = {name: index} if name.endswith(".weight") and index is not ... else {}
-            expected = headrace.load(rank_model, names=[name], slices=sliced, dtype=dtype)[name]
+            expected = headrace.load(rank_model, names=[name], slices=sliced, dtype=CASTS)[name]
             assert tensors[name] == bytes_of(expected), (rank, name)
             own_nbytes += headrace.load(rank_model, names=[name], slices=sliced)[name].nbytes
         assert stats.from_peers_nbytes <= own_nbytes
@@ -163,27 +162,57 @@ def test_a_held_checkpoint_is_copied_from_where_all_ranks_hold_it_and_else_excha
     assert moved == [0, 0] if held_on == [0, 1] else sum(moved) == pytest.approx(nbytes, rel=0.1)
 
 
-def load_converted(_rank: int, path: Path, one_node: bool) -> dict[str, bytes]:
+def load_converted(_rank: int, path: Path, one_node: bool, cast_at: Any) -> dict[str, bytes]:
     """Narrower on the host before they are shared, wider on the device; each rank's rows of some."""
     if not one_node:
         alone()
     with simulated_gpu("random") as gpu, headrace.open(path) as checkpoint:
         slices = headrace.tensor_parallel(checkpoint, dist.get_rank(), 2, {"*.weight": "rowwise"})
-        dtype = {"*.norm": "bfloat16", "*.bias": "float32", "*.scale": "float32"}
-        kept = headrace.load(checkpoint, device=gpu.device, group=True, dtype=dtype, slices=slices)
+        kept = headrace.load(checkpoint, device=gpu.device, group=True, dtype=CASTS, slices=slices, cast_at=cast_at)
         found = {name: bytes_of(tensor) for name, tensor in kept.items()}
         del kept
         return found
 
 
+@pytest.mark.parametrize("cast_at", ["auto", "host", "device"])
 @NODES
-def test_casts_and_slices_are_those_of_a_load_alone(rank_model: Path, one_node: bool) -> None:
-    found = values(run_ranks(2, load_converted, rank_model, one_node))
-    whole = headrace.load(rank_model, dtype={"*.norm": "bfloat16", "*.bias": "float32", "*.scale": "float32"})
+def test_casts_and_slices_are_those_of_a_load_alone(rank_model: Path, one_node: bool, cast_at: str) -> None:
+    found = values(run_ranks(2, load_converted, rank_model, one_node, cast_at))
+    whole = headrace.load(rank_model, dtype=CASTS)
+    assert all(whole[name].dtype == getattr(torch, dtype) for name, dtype in CASTS.items())
     for rank, tensors in enumerate(found):
         for name, tensor in whole.items():
             part = tensor.chunk(2, dim=1)[rank] if name.endswith("weight") else tensor
             assert tensors[name] == bytes_of(part), name
+
+
+def load_narrow(rank: int, path: Path, device: str, arguments: dict[str, Any]) -> tuple[dict[str, bytes], Any]:
+    """One tensor whole and one in columns, as bfloat16, on as many nodes as ranks."""
+    alone()
+    slices = {"cut": (slice(None), slice(256 * rank, 256 * (rank + 1)))}
+    with ExitStack() as stack:
+        target: Any = stack.enter_context(simulated_gpu("random")).device if device == "cuda" else device
+        with headrace.stream(path, device=target, group=True, slices=slices, dtype="bfloat16", **arguments) as tensors:
+            kept = dict(tensors)
+        found = {name: bytes_of(tensor) for name, tensor in kept.items()}
+        del kept
+        return found, tensors.stats
+
+
+@pytest.mark.parametrize(("device", "arguments"), [("cpu", {}), ("cuda", {}), ("cuda", {"cast_at": "host"})], ids=str)
+def test_what_becomes_narrower_is_converted_before_it_is_sent_to_other_nodes(
+    tmp_path: Path, device: str, arguments: dict[str, Any]
+) -> None:
+    contents = {"whole": random_entry("F32", (512, 512)), "cut": random_entry("F32", (512, 512), seed=1)}
+    path = write(tmp_path / "model.safetensors", contents)
+    converted = headrace.load(path, dtype="bfloat16")
+    found = values(run_ranks(2, load_narrow, path, device, arguments))
+    for rank, (tensors, stats) in enumerate(found):
+        assert tensors["whole"] == bytes_of(converted["whole"])
+        assert tensors["cut"] == bytes_of(converted["cut"][:, 256 * rank : 256 * (rank + 1)])
+        assert "several nodes" in stats.exchange
+    sent = sum(stats.to_peers_nbytes for _, stats in found)
+    assert sent == sum(stats.from_peers_nbytes for _, stats in found) == MIB // 2 + MIB // 4
 
 
 def end_early(rank: int, path: Path, one_node: bool, how: str) -> int:

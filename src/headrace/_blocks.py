@@ -8,7 +8,7 @@ and every rank takes its part out of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from typing import NamedTuple, TypeAlias
@@ -43,11 +43,23 @@ class Packing(NamedTuple):
     Attributes:
         cutouts: what is taken out of the block, and where it stands in the stretch.
         first: where the stretch begins in the slice. `elements`: how many they are.
+        dtype: that they are sent in.
     """
 
     cutouts: list[Cutout]
     first: int
     elements: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are sent."""
+        return self.elements * DTYPES[self.dtype].itemsize
+
+    @property
+    def position(self) -> int:
+        """The first byte of the slice that they are, where the slice has the dtype that they are sent in."""
+        return self.first * DTYPES[self.dtype].itemsize
 
     def unpack(self) -> Cutout:
         """The stretch, to its place in the tensor's memory."""
@@ -70,25 +82,35 @@ class Blocks(NamedTuple):
     Attributes:
         names: of the tensors that are read so.
         cutouts: by (span, position) of a read.
-        rows: of each such span, the tensor in it.
+        rows: of each such span, the tensor in it. `sources`: its dtype in the file.
         blocks: by (span, position). `shapes`: of each such span, the tensor's shape in the file.
-        stretches: of each such span, what each rank takes.
+        stretches: of each such span, what each rank takes. `sent_as`: the dtype in which that is sent to each.
     """
 
     names: frozenset[str]
     cutouts: Mapping[tuple[int, int], list[Cutout]]
     rows: Mapping[int, int]
+    sources: Mapping[int, str]
     blocks: Mapping[tuple[int, int], _Block]
     shapes: Mapping[int, Sequence[int]]
     stretches: Mapping[int, Sequence[Sequence[_Stretches]]]
+    sent_as: Mapping[int, Sequence[str]]
 
-    def packings(self, span: int, position: int) -> list[Packing]:
-        """Of each rank, its part of the block that one read is."""
-        shape, block = self.shapes[span], self.blocks[span, position]
-        return [packed(cutouts_of(block, shape, stretches)) for stretches in self.stretches[span]]
+    def packings(self, read: Read) -> list[Packing]:
+        """Of each rank, its part of the block that a read is."""
+        return [self.packing(read, rank) for rank in range(len(self.stretches[read.span]))]
+
+    def packing(self, read: Read, rank: int) -> Packing:
+        """A rank's part of the block that a read is."""
+        span, block = read.span, self.blocks[read.span, read.position]
+        return packed(cutouts_of(block, self.shapes[span], self.stretches[span][rank]), self.sent_as[span][rank])
+
+    def taken_nbytes(self, read: Read, ranks: Iterable[int]) -> int:
+        """Bytes that ranks take out of the block that a read is, in the dtype of the file."""
+        return sum(self.packing(read, rank).elements for rank in ranks) * DTYPES[self.sources[read.span]].itemsize
 
 
-NO_BLOCKS = Blocks(frozenset(), {}, {}, {}, {}, {})
+NO_BLOCKS = Blocks(frozenset(), {}, {}, {}, {}, {}, {}, {})
 
 
 def choose_blocked(infos: Mapping[str, TensorInfo], slices: Sequence[Mapping[str, Index]]) -> frozenset[str]:
@@ -155,7 +177,8 @@ def in_blocks(
     infos: Mapping[str, TensorInfo],
     slices: Mapping[str, Index],
     chunk_nbytes: Sequence[int],
-    ranks: Sequence[Mapping[str, Index]] = (),
+    ranks: Sequence[Mapping[str, Index]],
+    sent_as: Sequence[Mapping[str, str]],
 ) -> tuple[Plan, Blocks]:
     """A plan that reads some tensors in blocks, the same ones on every rank whatever its slices are.
 
@@ -165,6 +188,7 @@ def in_blocks(
         slices: of this rank.
         chunk_nbytes: by shard, about how much is read at once.
         ranks: the slices of every rank; a tensor that they lack the rank takes whole.
+        sent_as: of every rank, the dtypes in which it is sent its parts; see `dtypes_to_send`.
     """
     if not infos:
         return plan, NO_BLOCKS
@@ -175,6 +199,8 @@ def in_blocks(
     blocks: dict[tuple[int, int], _Block] = {}
     shapes: dict[int, Sequence[int]] = {}
     of_ranks: dict[int, Sequence[Sequence[_Stretches]]] = {}
+    sources: dict[int, str] = {}
+    sent: dict[int, Sequence[str]] = {}
     for number, span in enumerate(plan.spans):
         name, first_read = plan.tensors.names[span.first], len(reads)
         if name not in infos:
@@ -188,13 +214,32 @@ def in_blocks(
             reads.append(Read(span.shard, info.offset + position, block.elements * itemsize, number, position))
             cutouts[number, position] = cutouts_of(block, info.shape, stretches)
             blocks[number, position] = block
-        rows[number], shapes[number] = span.first, info.shape
+        rows[number], shapes[number], sources[number] = span.first, info.shape, info.dtype
+        sent[number] = [each[name] for each in sent_as]
         of_ranks[number] = [_chosen_stretches(info.shape, each.get(name, ...)) for each in ranks]
         # A rank that gets nothing of it takes part as well.
         spans.append(replace(span, first_read=first_read, last_read=len(reads), nbytes=max(1, span.nbytes), offset=None))
     read_nbytes = sum(read.nbytes for read in reads)
-    found = Blocks(frozenset(infos), cutouts, rows, blocks, shapes, of_ranks)
+    found = Blocks(frozenset(infos), cutouts, rows, sources, blocks, shapes, of_ranks, sent)
     return replace(plan, spans=spans, reads=reads, read_nbytes=read_nbytes), found
+
+
+def dtypes_to_send(plan: Plan, names: Container[str]) -> dict[str, str]:
+    """In which dtype this rank is to be sent its parts of tensors that are read in blocks.
+
+    Bytes that come from device to device have to have the dtype of the memory that they go to. To host memory whatever is
+    narrower is sent, and what is to be wider is converted where it arrives.
+    """
+    tensors, found = plan.tensors, dict[str, str]()
+    for span in plan.spans:
+        if (name := tensors.names[span.first]) not in names:
+            continue
+        source, target = tensors.sources[span.first], tensors.dtypes[span.first]
+        if plan.limits.staging is not None:
+            found[name] = target if span.cast is None else source
+        else:
+            found[name] = target if DTYPES[target].itemsize < DTYPES[source].itemsize else source
+    return found
 
 
 def _chosen_stretches(shape: Sequence[int], index: Index) -> list[_Stretches]:
@@ -232,12 +277,12 @@ def cutouts_of(block: _Block, shape: Sequence[int], stretches: Sequence[_Stretch
     return list(_cutouts(block, _pitches(shape), stretches, _pitches(result)))
 
 
-def packed(cutouts: Sequence[Cutout]) -> Packing:
+def packed(cutouts: Sequence[Cutout], dtype: str) -> Packing:
     """The elements of a block's cutouts, as they lie in the slice."""
     found = [cutout for cutout in cutouts if all(cutout.shape)]
     first = min((cutout.target for cutout in found), default=0)
     moved = [cutout._replace(target=cutout.target - first) for cutout in found]
-    return Packing(moved, first, sum(math.prod(cutout.shape) for cutout in moved))
+    return Packing(moved, first, sum(math.prod(cutout.shape) for cutout in moved), dtype)
 
 
 def _cutouts(

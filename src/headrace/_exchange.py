@@ -14,7 +14,6 @@ every rank takes its part out of each; over the group the owner takes them apart
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,9 +22,8 @@ from typing import Final, NamedTuple
 import torch
 
 from headrace import _node
-from headrace._blocks import Blocks, Cutout, Packing, packed
+from headrace._blocks import Blocks, Cutout, Packing
 from headrace._cast import copy_cutout
-from headrace._dtypes import DTYPES
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._landing import Filling, Landing, Maker
 from headrace._leaving import FAILED, STOPPED, Leaving, blame_for, check_status, start_beating, status_of
@@ -80,11 +78,16 @@ class _Offer(NamedTuple):
     hops: Hops
     part: _Part | None = None
 
-    def take_part(self, block: memoryview, cutouts: Sequence[Cutout] | None = None) -> None:
-        """What this rank takes out of a block, into its tensor; out of something else where `cutouts` says so."""
+    def take_part(self, block: memoryview) -> None:
+        """What this rank takes out of a block, into its tensor."""
         assert self.part is not None
-        for cutout in self.part.cutouts if cutouts is None else cutouts:
+        for cutout in self.part.cutouts:
             copy_cutout(block, self.part.memory, cutout, self.part.copy)
+
+    def take_packed(self, data: memoryview, packing: Packing) -> None:
+        """The same, after another rank has taken it out of the block."""
+        assert self.part is not None
+        copy_cutout(data, self.part.memory, packing.unpack(), Copy(packing.dtype, self.part.copy.target))
 
 
 class _Part(NamedTuple):
@@ -221,6 +224,7 @@ class _Exchange:
         self.report: Report | None = None
         self.plan, self.blocks = plan, blocks
         self._share, self._peers, self._node, self._progress = share, peers, node, progress
+        self._others = [rank for rank in range(peers.size) if rank != peers.rank]
         self._round_of = {(plan.reads[i].span, plan.reads[i].position): k for k, i in enumerate(share.rounds)}
         self._own_rounds = [k for k, owner in enumerate(share.owners) if owner == peers.rank]
         own_blocks = [k for k in self._own_rounds if plan.reads[share.rounds[k]].span in blocks.rows]
@@ -354,9 +358,7 @@ class _Exchange:
             nbytes = None
             if offer.part is not None:
                 offer.take_part(offer.memory[0])
-                packings = self.blocks.packings(offer.read.span, offer.read.position)
-                itemsize = DTYPES[offer.part.copy.source].itemsize
-                nbytes = sum(each.elements for other, each in enumerate(packings) if other != self._peers.rank) * itemsize
+                nbytes = self.blocks.taken_nbytes(offer.read, self._others)
             self._finish(offer, sent=True, nbytes=nbytes)
 
     def _receive_rounds(self) -> None:
@@ -367,15 +369,10 @@ class _Exchange:
                 offer = self._await_offer(k)
                 if offer is None or not self._receive(offer, owner, turns[owner]):
                     return
-                self._finish(offer, sent=False, nbytes=self._part_nbytes(offer))
+                nbytes = self.blocks.taken_nbytes(offer.read, [self._peers.rank]) if offer.part is not None else None
+                self._finish(offer, sent=False, nbytes=nbytes)
             turns[owner] += 1
             self._node.done(k + 1, [owner])
-
-    def _part_nbytes(self, offer: _Offer) -> int | None:
-        """Bytes that this rank takes out of a block; None where it is no block."""
-        if offer.part is None:
-            return None
-        return sum(math.prod(cutout.shape) for cutout in offer.part.cutouts) * DTYPES[offer.part.copy.source].itemsize
 
     def _receive(self, offer: _Offer, owner: int, turn: int) -> bool:
         assert self._node is not None
@@ -420,10 +417,10 @@ class _Exchange:
 
     def _scatter(self, read: Read, owner: int, offer: _Offer | None) -> None:
         """A block, of which each rank is sent what it takes."""
-        own, itemsize = self._peers.rank, DTYPES[self.plan.tensors.sources[self.blocks.rows[read.span]]].itemsize
+        own = self._peers.rank
         if owner == own:
-            packings = self.blocks.packings(read.span, read.position)
-            sizes = [packing.elements * itemsize if rank != own else 0 for rank, packing in enumerate(packings)]
+            packings = self.blocks.packings(read)
+            sizes = [packing.nbytes if rank != own else 0 for rank, packing in enumerate(packings)]
             parts = torch.empty(sum(sizes), dtype=torch.uint8)
             if offer is not None:
                 _pack(offer, packings, sizes, parts)
@@ -432,22 +429,22 @@ class _Exchange:
                 offer.take_part(offer.memory[0])
                 self._finish(offer, sent=True, nbytes=parts.nbytes)
             return
-        mine, status = packed(self.blocks.cutouts[read.span, read.position]), status_of(None)
-        parts = torch.empty(mine.elements * itemsize, dtype=torch.uint8)
+        mine, status = self.blocks.packing(read, own), status_of(None)
+        parts = torch.empty(mine.nbytes, dtype=torch.uint8)
         self._peers.scatter(status, parts, [parts.nbytes if rank == own else 0 for rank in range(self._peers.size)], owner)
         check_status(status, owner)
         if offer is not None:
-            offer.take_part(parts.numpy().data, [mine.unpack()])
+            offer.take_packed(parts.numpy().data, mine)
             self._finish(offer, sent=False, nbytes=parts.nbytes)
 
 
 def _pack(offer: _Offer, packings: Sequence[Packing], sizes: Sequence[int], parts: torch.Tensor) -> None:
     """Every rank's part of a block, one after another; those that nothing is sent to are left out."""
     assert offer.part is not None
-    same, at, into = Copy(offer.part.copy.source, offer.part.copy.source), 0, parts.numpy().data
+    at, into = 0, parts.numpy().data
     for packing, nbytes in zip(packings, sizes, strict=True):
         for cutout in packing.cutouts if nbytes else ():
-            copy_cutout(offer.memory[0], into[at : at + nbytes], cutout, same)
+            copy_cutout(offer.memory[0], into[at : at + nbytes], cutout, Copy(offer.part.copy.source, packing.dtype))
         at += nbytes
 
 

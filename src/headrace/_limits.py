@@ -95,7 +95,7 @@ def share_of_node(limits: Limits, ranks: int, *, unlimited: bool = False) -> Lim
 
 
 def resolve_staging(
-    options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int, shared: bool = False
+    options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int, cast_at: str, shared: bool = False
 ) -> Limits:
     """Limits of a load to a device: the ring in host memory, and how far the device's memory runs ahead of the caller.
 
@@ -103,6 +103,7 @@ def resolve_staging(
 
     Args:
         As of `resolve_limits`.
+        cast_at: see `cast_place`.
         shared: whether ranks load together, and fill rings that each of them page-locks.
     """
     ranks = options.local_ranks or 1
@@ -119,7 +120,7 @@ def resolve_staging(
     ahead = given
     if ahead is None:
         ahead = max(_LEAST_AHEAD_ON_DEVICE, min(_MOST_AHEAD_ON_DEVICE, sum(largest) + MIB))
-    staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", cast_place(options), options.keep_staging == "on")
+    staging = Staging(slots, slot_nbytes, ahead, options.pin or "auto", cast_at, options.keep_staging == "on")
     node = NodeLimits(ranks, concurrency, total) if ranks > 1 else None
     return Limits(min(readers, slots - 1), slots * slot_nbytes, staging, node)
 

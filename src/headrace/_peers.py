@@ -86,6 +86,7 @@ class Peers:
         backends: of the caller's group, "cpu:gloo,cuda:nccl". The group itself is not kept: it ends with its last reference, and
             where that is when the interpreter ends, a thread of Gloo's may end it with SIGABRT.
         timeout_s: as resolved.
+        node: what tells this node, or container, from others.
 
     Raises:
         OptionError: no such group, or this process is not in it.
@@ -103,9 +104,10 @@ class Peers:
         found: Any = dist.group.WORLD if group is True or group == "node" else group
         self.backends: str = dist.get_backend_config(found)
         self._name = str(found.group_name)
+        self.node = _node()
         self._join(members)
         if group == "node":
-            nodes = self.gather(_node(), about="nodes")
+            nodes = self.gather(self.node, about="nodes")
             self._join([member for member, node in zip(members, nodes, strict=True) if node == nodes[self.rank]])
 
     def _join(self, members: Sequence[int]) -> None:

@@ -300,7 +300,8 @@ class DeviceLanding:
         part.address = part.raw.address + part.shift
         if span.cast is not None:
             made_nbytes = nbytes // DTYPES[span.cast[0]].itemsize * DTYPES[span.cast[1]].itemsize
-            part.made = self._device.allocate(made_nbytes + self._more)
+            if made_nbytes:  # of what others take columns of, this rank may take nothing
+                part.made = self._device.allocate(made_nbytes + self._more)
         return part
 
     def _check_headroom(self, span: Span, nbytes: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from headrace import _node
 from headrace._addresses import address_of, move
-from headrace._blocks import Blocks, Cutout, Packing, packed
+from headrace._blocks import Blocks, Cutout, packed
 from headrace._cast import copy_cutout
 from headrace._dtypes import DTYPES
 from headrace._filling import Hops, SlotFiller, landing_nbytes
@@ -93,7 +93,7 @@ class Relay(DeviceRounds):
         progress: Progress,
     ) -> None:
         super().__init__(plan, sources, share, blocks, peers, device, progress)
-        self._node = node
+        self._node, self._others = node, [rank for rank in range(peers.size) if rank != peers.rank]
         self._own_rounds = [k for k, owner in enumerate(share.owners) if owner == peers.rank]
         turns = [0] * peers.size
         self._turn_of: list[int] = []  # of each round, the how-manieth of its owner
@@ -193,14 +193,11 @@ class Relay(DeviceRounds):
         data, hops = filler.fill_slot(read, slot)
         self._sources[read.shard].check_unchanged()  # before the bytes go to others
         self._node.begin(turn, address_of(data) - address_of(slot))
-        packings = self._blocks.packings(read.span, read.position) if read.span in self._blocks.rows else None
-        self._announce(turn, data.nbytes * (self._peers.size - 1) if packings is None else self._sent_nbytes(read, packings))
+        is_block = read.span in self._blocks.rows
+        sent_nbytes = self._blocks.taken_nbytes(read, self._others) if is_block else data.nbytes * len(self._others)
+        self._announce(turn, sent_nbytes)
         self._pass_on(k, read, data)
         return hops
-
-    def _sent_nbytes(self, read: Read, packings: Sequence[Packing]) -> int:
-        itemsize = DTYPES[self._plan.tensors.sources[self._blocks.rows[read.span]]].itemsize
-        return sum(packing.elements for rank, packing in enumerate(packings) if rank != self._peers.rank) * itemsize
 
     def _announce(self, turn: int, sent_nbytes: int) -> None:
         with self._state:
@@ -261,14 +258,14 @@ class Relay(DeviceRounds):
         tensors, row = self._plan.tensors, self._blocks.rows[read.span]
         on_device = self._plan.spans[read.span].cast is not None
         convert = Copy(tensors.sources[row], tensors.sources[row] if on_device else tensors.dtypes[row])
-        part, itemsize = packed(cutouts), DTYPES[convert.target].itemsize
+        part = packed(cutouts, convert.target)
 
         def fill(view: memoryview) -> None:
             for cutout in part.cutouts:
                 copy_cutout(block, view, cutout, convert)
 
         if part.elements:
-            self._send_by_ring(read._replace(position=part.first * itemsize), part.elements * itemsize, fill)
+            self._send_by_ring(read._replace(position=part.position), part.nbytes, fill)
         return part.elements * DTYPES[convert.source].itemsize
 
     def _send_by_ring(self, read: Read, nbytes: int, fill: Callable[[memoryview], None]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from headrace._blocks import Blocks, choose_blocked, in_blocks
+from headrace._blocks import Blocks, choose_blocked, dtypes_to_send, in_blocks
 from headrace._checkpoint import Checkpoint
 from headrace._header import TensorInfo
 from headrace._integrity import VerifiedSource
@@ -77,6 +77,7 @@ class Request:
         self.checkpoint, self.rule, self.device = checkpoint, rule, device
         self.options = options = options.for_target(name)
         self.tables: Tables | None = None
+        self._cast_at = cast_place(options)
         self.slices = dict(slices or {})
         for name in self.slices:
             checkpoint[name]  # raises for a name that does not exist
@@ -121,7 +122,9 @@ class Request:
         if self.device_name == "cpu":
             limits = resolve_limits(self.options, abilities, largest=largest, nbytes=nbytes)
         else:
-            limits = resolve_staging(self.options, abilities, largest=largest, nbytes=nbytes, shared=shared)
+            limits = resolve_staging(
+                self.options, abilities, largest=largest, nbytes=nbytes, cast_at=self._cast_at, shared=shared
+            )
         with gc_paused.held():
             casts, left_alone = choose_casts(self.rule, headers, self.chosen, where)
             for name in uncast:
@@ -194,8 +197,9 @@ class Request:
         target = self._open_device()
         in_place = self._in_place(target, peers)
         sliced, blocked, of_ranks = frozenset[str](), dict[str, TensorInfo](), list[dict[str, Index]]()
-        if peers is not None and not self.resident.shards:  # in place, nothing is read from storage
-            sliced, blocked, of_ranks = self._join_slices(peers)
+        together = peers is not None and not self.resident.shards  # in place, nothing is read from storage
+        if together:
+            sliced, blocked, of_ranks = self._join_terms(cast("Peers", peers))
         destinations = self._destinations(into, target) if into is not None else {}
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
@@ -203,7 +207,8 @@ class Request:
         chunks = [NETWORK_CHUNK_NBYTES if is_remote(source) else CHUNK_NBYTES for source in self.checkpoint.sources]
         if plan.limits.staging is not None:
             chunks = [min(chunk, plan.limits.staging.chunk_nbytes) for chunk in chunks]
-        plan, blocks = in_blocks(plan, blocked, self.slices, chunks, of_ranks)
+        sent_as = cast("Peers", peers).gather(dtypes_to_send(plan, blocked), about="dtypes") if blocked else []
+        plan, blocks = in_blocks(plan, blocked, self.slices, chunks, of_ranks, sent_as)
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += self.direct.degraded if self.direct is not None else []
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
@@ -214,7 +219,6 @@ class Request:
         if tracer is not None and self.direct is not None:
             self.direct.files = tracer.direct(self.direct.files)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
-        together = peers is not None and not self.resident.shards
         shared = self._share(cast("Peers", peers), landing, plan, target, counters, sliced, blocks) if together else None
         landed = cast("Landing", shared) if shared is not None and self.device_name == "cpu" else landing
         plan = replace(plan, group=counters.group)
@@ -341,7 +345,7 @@ class Request:
         shard = self.checkpoint.where[name][0]
         if shard in self.resident.shards and destination.dtype != source:
             return False
-        converts_there = destination.dtype != source and cast_on_device(source, destination.dtype, cast_place(self.options))
+        converts_there = destination.dtype != source and cast_on_device(source, destination.dtype, self._cast_at)
         return destination.address is not None and not converts_there
 
     def _landing(
@@ -384,12 +388,17 @@ class Request:
             compat=self.direct is not None and self.direct.compat,
         )
 
-    def _join_slices(self, peers: Peers) -> tuple[frozenset[str], dict[str, TensorInfo], list[dict[str, Index]]]:
+    def _join_terms(self, peers: Peers) -> tuple[frozenset[str], dict[str, TensorInfo], list[dict[str, Index]]]:
         """What any rank slices, and which of that is read in blocks: of those this rank takes a slice too, be it all of it.
 
-        And the slices of every rank.
+        And the slices of every rank. All convert in the same place, too: on the host where fewer bytes then cross a narrow bus, or go
+        from node to node. Each node converts only what it reads.
         """
-        slices = peers.gather(self.slices, about="slices")
+        terms = peers.gather((self.slices, peers.node, self._cast_at), about="slices")
+        slices = [theirs for theirs, _, _ in terms]
+        places = {place for _, _, place in terms}
+        if self.options.cast_at not in ("host", "device") and (len({node for _, node, _ in terms}) > 1 or "bus" in places):
+            self._cast_at = "bus"
         sliced = frozenset(name for each in slices for name in each)
         infos = {name: self.checkpoint[name] for name in sorted(sliced)}
         blocked = choose_blocked(infos, slices)

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from headrace._addresses import address_of, move
-from headrace._blocks import Blocks, packed
+from headrace._blocks import Blocks
 from headrace._cast import copy_cutout
-from headrace._dtypes import DTYPES
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._leaving import FAILED, STOPPED, Leaving, check_status, start_beating, status_of
 from headrace._owners import Share, describe
@@ -249,16 +248,17 @@ class DeviceExchange(DeviceRounds):
 
     def _pack(self, read: Read, block: memoryview) -> memoryview:
         """All ranks' parts of a block, one after another, this rank's behind those of the others."""
-        packings, sizes, at = self._blocks.packings(read.span, read.position), self._part_sizes(read), 0
-        dtype = self._plan.tensors.sources[self._blocks.rows[read.span]]
-        same = Copy(dtype, dtype)
-        if not sum(sizes):
+        packings, at = self._blocks.packings(read), 0
+        packings.append(packings.pop(self._peers.rank))
+        nbytes = sum(packing.nbytes for packing in packings)
+        if not nbytes:
             return memoryview(b"")
-        room = Region(sum(sizes))
-        for rank in (*(rank for rank in range(self._peers.size) if rank != self._peers.rank), self._peers.rank):
-            for cutout in packings[rank].cutouts:
-                copy_cutout(block, room.view[at : at + sizes[rank]], cutout, same)
-            at += sizes[rank]
+        room = Region(nbytes)
+        for packing in packings:
+            convert = Copy(self._blocks.sources[read.span], packing.dtype)
+            for cutout in packing.cutouts:
+                copy_cutout(block, room.view[at : at + packing.nbytes], cutout, convert)
+            at += packing.nbytes
         return room.view[:at]
 
     def _await_sent(self, offer: _Offer) -> None:
@@ -346,8 +346,8 @@ class DeviceExchange(DeviceRounds):
             if offer.read.span not in self._blocks.rows:
                 nbytes = landing_nbytes(offer.read)
             else:
-                sizes = self._part_sizes(offer.read)
-                nbytes = sum(sizes) if owner == self._peers.rank else sizes[self._peers.rank]
+                own, sent = self._peers.rank, offer.data
+                nbytes = sent.nbytes if sent is not None else self._blocks.packing(offer.read, own).nbytes
             buffer = self._room(k, max(1, nbytes))
             if owner == self._peers.rank:
                 self._to_device(offer, buffer)
@@ -359,11 +359,6 @@ class DeviceExchange(DeviceRounds):
         finally:
             offer.sent.set()
         return buffer
-
-    def _part_sizes(self, read: Read) -> list[int]:
-        """Bytes of each rank's part of a block."""
-        itemsize = DTYPES[self._plan.tensors.sources[self._blocks.rows[read.span]]].itemsize
-        return [packing.elements * itemsize for packing in self._blocks.packings(read.span, read.position)]
 
     def _start(self, owner: int, offer: _Offer, buffer: DeviceBuffer) -> _Round:
         """Have a round's bytes sent, on the devices."""
@@ -381,18 +376,17 @@ class DeviceExchange(DeviceRounds):
 
     def _scatter(self, owner: int, offer: _Offer, buffer: DeviceBuffer, whole: torch.Tensor) -> _Round:
         """Every rank's part of a block, from its owner's device to that rank's."""
-        read, rank, sizes = offer.read, self._peers.rank, self._part_sizes(offer.read)
-        first = packed(self._blocks.cutouts[read.span, read.position]).first
-        mine, none = sizes[rank], [0] * self._peers.size
+        read, rank, size = offer.read, self._peers.rank, self._peers.size
+        part, none = self._blocks.packing(read, rank), [0] * size
+        mine = part.nbytes
         if owner == rank:
-            sent = [nbytes if other != rank else 0 for other, nbytes in enumerate(sizes)]
+            sent = [packing.nbytes if other != rank else 0 for other, packing in enumerate(self._blocks.packings(read))]
             ends, start = (whole[:0], whole[: sum(sent)], none, sent), sum(sent)
         else:
-            ends, start = (whole[:mine], whole[:0], [mine if other == owner else 0 for other in range(len(sizes))], none), 0
+            ends, start = (whole[:mine], whole[:0], [mine if other == owner else 0 for other in range(size)], none), 0
         work = dist.all_to_all_single(*ends, group=self._wire.group, async_op=True)
         self._count(sent=start, received=0 if owner == rank else mine)
-        itemsize = DTYPES[self._plan.tensors.sources[self._blocks.rows[read.span]]].itemsize
-        return _Round(work, buffer, read._replace(position=first * itemsize), read, start, mine, offer.hops)
+        return _Round(work, buffer, read._replace(position=part.position), read, start, mine, offer.hops)
 
     def _count(self, *, sent: int, received: int) -> None:
         self._progress.to_peers_nbytes += sent
