@@ -82,7 +82,6 @@ def waiting(wait: Callable[[], Any]) -> Iterator[list[Any]]:
 @pytest.mark.parametrize(("ranks", "owner"), [(2, 0), (3, 2), (34, 1), (34, 33)])
 def test_an_owner_is_woken_by_the_last_rank_that_is_done_with_its_round(ranks: int, owner: int) -> None:
     with node(ranks) as memories:
-        memories[owner].done(1, [owner])
         with waiting(lambda: memories[owner].room(2, after=1)) as outcome:
             for rank in range(ranks):
                 if rank != owner:
@@ -93,7 +92,6 @@ def test_an_owner_is_woken_by_the_last_rank_that_is_done_with_its_round(ranks: i
 
 def test_a_rank_is_woken_by_one_that_is_done_with_rounds_of_several() -> None:
     with node(3) as memories:
-        memories[1].done(3, [0, 1, 2])
         memories[2].done(3, [])
         with waiting(lambda: memories[1].room(2, after=2)) as outcome:
             memories[0].done(3, [2, 1, 0])
@@ -113,7 +111,6 @@ def test_what_is_filled_wakes_whoever_waits_for_it(rank: int) -> None:
 def test_a_rank_that_leaves_wakes_all_that_wait_for_it(wait: str) -> None:
     with node(2) as memories:
         waits = {"room": lambda: memories[1].room(2, after=1), "filled": lambda: memories[1].filled_slot(0, 0)}
-        memories[1].done(1, [1])
         with waiting(waits[wait]) as outcome:
             memories[0].leave(Leaving(STOPPED, 0, ""))
         assert isinstance(outcome[0], PeerError)

@@ -95,7 +95,13 @@ def share_of_node(limits: Limits, ranks: int, *, unlimited: bool = False) -> Lim
 
 
 def resolve_staging(
-    options: Options, abilities: Sequence[SourceAbilities], *, largest: Sequence[int], nbytes: int, cast_at: str, shared: bool = False
+    options: Options,
+    abilities: Sequence[SourceAbilities],
+    *,
+    largest: Sequence[int],
+    nbytes: int,
+    cast_at: str,
+    shared: bool = False,
 ) -> Limits:
     """Limits of a load to a device: the ring in host memory, and how far the device's memory runs ahead of the caller.
 

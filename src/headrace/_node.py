@@ -125,8 +125,9 @@ class NodeMemory:
         return True
 
     def room(self, turn: int, *, after: int) -> memoryview | None:
-        """The slot of this rank's `turn`-th turn, once all ranks, itself too, are done with `after` rounds. Raises as `send`."""
-        return self._own.slot(turn) if all(self._wait_done(ring, after) for ring in self._rings) else None
+        """The slot of this rank's `turn`-th turn, once all other ranks are done with `after` rounds. Raises as `send`."""
+        others = (ring for ring in self._rings if ring is not self._own)
+        return self._own.slot(turn) if all(self._wait_done(ring, after) for ring in others) else None
 
     def begin(self, turn: int, start: int) -> None:
         """Say where in its slot the bytes of a turn begin. Before it is announced."""
@@ -158,6 +159,10 @@ class NodeMemory:
         """
         ring = self._rings[owner]
         return ring.filled(turn) if self._wait(ring, "bell", lambda head: head.filled > turn) else None
+
+    def is_filled(self, owner: int, turn: int) -> bool:
+        """Whether the slot of another rank's `turn`-th turn has been filled."""
+        return bool(self._rings[owner].head.filled > turn)
 
     def done(self, rounds: int, owners: Iterable[int]) -> None:
         """This rank needs nothing more of the first so many rounds; `owners` have those that are new, and may wait for that."""

@@ -391,8 +391,8 @@ class Request:
     def _join_terms(self, peers: Peers) -> tuple[frozenset[str], dict[str, TensorInfo], list[dict[str, Index]]]:
         """What any rank slices, and which of that is read in blocks: of those this rank takes a slice too, be it all of it.
 
-        And the slices of every rank. All convert in the same place, too: on the host where fewer bytes then cross a narrow bus, or go
-        from node to node. Each node converts only what it reads.
+        And the slices of every rank. All convert in the same place, too: on the host where fewer bytes then cross a narrow bus,
+        or go from node to node. Each node converts only what it reads.
         """
         terms = peers.gather((self.slices, peers.node, self._cast_at), about="slices")
         slices = [theirs for theirs, _, _ in terms]
