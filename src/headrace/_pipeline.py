@@ -22,19 +22,17 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace._addresses import address_of, move
-from headrace._cast import copy_out
-from headrace._dtypes import DTYPES
+from headrace._device_memory import DeviceMemory, SpanMemory
 from headrace._filling import IN_PLACE, Hops, SlotFiller
 from headrace._inplace import Locked
 from headrace._landing import Filling, Maker
-from headrace._plan import MIB, Copy, Plan, Read, Span
+from headrace._plan import Plan, Read, Span
 from headrace._progress import Progress
 from headrace._ring import Issue, Ring
-from headrace._routes import leaves_headroom
 from headrace._staging import PAGE, round_up
 from headrace.devices.base import Destination, Device, DeviceBuffer, HostTarget
 from headrace.errors import DeviceMemoryError, OptionError, StreamError
@@ -50,58 +48,6 @@ class Relay(Protocol):
     def takes(self, read: Read) -> bool: ...
     def fill(self, filler: SlotFiller, read: Read) -> Hops | None: ...
     def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Part:
-    """A stretch of a span's bytes, as they are read, and the memory that they go to.
-
-    Attributes:
-        first, last: rows of the tensors that lie in it.
-        start, end: in the span.
-        address: of the device memory; None where it is assembled on the host.
-        raw: that memory, unless it is the caller's. `made`: what a conversion fills.
-        shift: bytes of `raw` in front of the part, so that its pages are pages of the file.
-        host: memory on the host, with the tensor over it where it needs no conversion.
-    """
-
-    first: int
-    last: int
-    start: int
-    end: int
-    address: int | None = None
-    raw: DeviceBuffer | None = None
-    made: DeviceBuffer | None = None
-    shift: int = 0
-    host: memoryview | None = None
-    tensor: Any = None
-
-
-@dataclass(slots=True)
-class _SpanMemory:
-    """Where the bytes of one span go.
-
-    Attributes:
-        parts: in order. `starts`: where each begins.
-        own: {row: memory of its own} for tensors that are moved there.
-        nbytes: of device memory.
-        event: done when everything that was queued for the span is.
-        fence: done when all that may still use the memory is; None where only what is queued later writes to it.
-        tensors: made already, where given ones were filled from them.
-    """
-
-    parts: list[_Part]
-    starts: list[int]
-    own: dict[int, DeviceBuffer] = field(default_factory=dict)
-    nbytes: int = 0
-    event: Any = None
-    fence: Any = None
-    tensors: list[Any] | None = None
-
-    def buffers(self) -> list[DeviceBuffer]:
-        """The memory that tensors are made of."""
-        found = [part.made or part.raw for part in self.parts]
-        return [buffer for buffer in (*found, *self.own.values()) if buffer is not None]
 
 
 class DeviceLanding:
@@ -141,23 +87,30 @@ class DeviceLanding:
     ) -> None:
         assert plan.limits.staging is not None
         self.filled: list[str] = []
-        self._plan, self._sources, self._device, self._host, self._progress = plan, sources, device, host, progress
+        self._plan, self._sources, self._device, self._progress = plan, sources, device, progress
         self._staging = plan.limits.staging
-        self._copied = ownership == "copied"
         self._given: Mapping[str, Destination] = destinations or {}
         self._in_place = in_place
         self._views = in_place.views if in_place is not None else {}
-        self._direct, self._compat = direct or {}, compat
+        self._direct = direct or {}
+        self._space = DeviceMemory(
+            plan,
+            device,
+            host,
+            self._given,
+            apart=ownership == "copied",
+            lends=ownership == "borrowed",
+            bounced=self._direct if compat else (),
+        )
         self._pid = os.getpid()
         self._handing = threading.RLock()  # held while an event is waited for, and while events go: a signal may close the stream
         self._lock = threading.Lock()  # the fields below
         self._closed = False
         self._ring: Ring | None = None
         self.relay: Relay | None = None
-        self._memory: dict[int, _SpanMemory] = {}
+        self._memory: dict[int, SpanMemory] = {}
         self._written: set[str] = set()  # given tensors that were not handed out yet
         self._ahead_nbytes = 0  # device memory of spans that were not handed out yet
-        self._headroom = _Headroom(device)
         self._no_wait = False  # nothing is under way or ready: waiting for the caller would never end
         self._returned: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._events: list[Any] = []
@@ -207,17 +160,20 @@ class DeviceLanding:
 
     def provide(self, index: int, span: Span) -> bool:
         if span.given:
-            self._memory[index] = self._fenced(self._given_memory(span), span)
+            self._written.update(self._plan.tensors.names[span.first : span.last])
+            self._memory[index] = self._fenced(self._space.given(span), span)
             return True
         wanted = max(1, span.nbytes) + span.cast_nbytes
         if self._ahead_nbytes and not self._no_wait and not self._may_run_ahead(wanted):
             return False
         try:
-            memory = self._fenced(self._allocate(span), span)
+            memory = self._fenced(self._space.allocate(span), span)
         except DeviceMemoryError as exc:
             if not self._no_wait:
                 return False
-            memory = self._fenced(self._allocate_apart(span, exc), span)
+            memory = self._fenced(self._space.allocate_apart(span), span)
+            if memory.spills:
+                self._degrade(f"no room on {self._device.name}: some tensors were handed out in host memory ({exc})")
         self._no_wait = False
         self._memory[index] = memory
         with self._lock:
@@ -226,9 +182,9 @@ class DeviceLanding:
         return True
 
     def _may_run_ahead(self, nbytes: int) -> bool:
-        return self._ahead_nbytes + nbytes <= self._staging.ahead_nbytes and self._headroom.is_left(nbytes)
+        return self._ahead_nbytes + nbytes <= self._staging.ahead_nbytes and self._space.has_room(nbytes)
 
-    def _fenced(self, memory: _SpanMemory, span: Span) -> _SpanMemory:
+    def _fenced(self, memory: SpanMemory, span: Span) -> SpanMemory:
         """A library of direct storage knows nothing of streams: its reads wait for what was queued before."""
         if any(read.direct for read in self._plan.reads[span.first_read : span.last_read]):
             with self._lock:
@@ -265,83 +221,6 @@ class DeviceLanding:
 
     def go_on(self) -> None:
         self._no_wait = True
-
-    def _given_memory(self, span: Span) -> _SpanMemory:
-        tensors = self._plan.tensors
-        parts = []
-        for row in range(span.first, span.last):
-            name, start = tensors.names[row], tensors.positions[row]
-            self._written.add(name)
-            if tensors.nbytes[row]:
-                parts.append(_Part(row, row + 1, start, start + tensors.nbytes[row], self._given[name].address))
-        return _SpanMemory(parts, [part.start for part in parts])
-
-    def _allocate(self, span: Span) -> _SpanMemory:
-        """One stretch for all tensors of a span. Raises `DeviceMemoryError`."""
-        part = self._on_device(_Part(span.first, span.last, 0, span.nbytes), span)
-        moved = range(span.first, span.last) if self._copied and span.last - span.first > 1 else span.misaligned
-        sizes = self._plan.tensors.nbytes
-        own = {row: self._device.allocate(sizes[row] + self._more) for row in moved if sizes[row]}
-        return _SpanMemory([part], [0], own, span.nbytes + span.cast_nbytes + sum(sizes[row] for row in own))
-
-    @property
-    def _more(self) -> int:
-        """Bytes that memory of one tensor is longer than the tensor: a borrowed one with all of its memory would share the
-        buffer's storage, and not seem gone while that is known here."""
-        return 1 if self._lent is not None else 0
-
-    def _on_device(self, part: _Part, span: Span, *, apart: bool = False) -> _Part:
-        nbytes = part.end - part.start
-        self._check_headroom(span, nbytes)
-        # Its pages are to be pages of the file, unless that misplaces a tensor that nothing moves afterwards.
-        is_image = span.offset is not None and not (apart and part.first in span.misaligned)
-        part.raw = self._device.allocate(nbytes + PAGE if is_image else nbytes + self._more)
-        part.shift = (part.start - part.raw.address) % PAGE if is_image else 0
-        part.address = part.raw.address + part.shift
-        if span.cast is not None:
-            made_nbytes = nbytes // DTYPES[span.cast[0]].itemsize * DTYPES[span.cast[1]].itemsize
-            if made_nbytes:  # of what others take columns of, this rank may take nothing
-                part.made = self._device.allocate(made_nbytes + self._more)
-        return part
-
-    def _check_headroom(self, span: Span, nbytes: int) -> None:
-        """Raise `DeviceMemoryError` for a tensor that is not to be kept on the device although there may be room for it."""
-        if not self._compat or span.shard not in self._direct or nbytes <= self._plan.limits.span_nbytes:
-            return
-        free = self._device.free_nbytes()
-        if not leaves_headroom(nbytes, free):
-            message = f"{nbytes:,} bytes would leave too little of the {free:,} that are free"
-            raise DeviceMemoryError(message, device=self._device.name, requested=nbytes, free=free)
-
-    def _allocate_apart(self, span: Span, error: DeviceMemoryError) -> _SpanMemory:
-        """Memory for each tensor by itself; on the host for those for which there is none on the device."""
-        source = DTYPES[span.cast[0]].itemsize if span.cast is not None else 1
-        target = DTYPES[span.cast[1]].itemsize if span.cast is not None else 1
-        tensors, parts, nbytes = self._plan.tensors, [], 0
-        for row in range(span.first, span.last):
-            start, size = tensors.positions[row] // target * source, tensors.nbytes[row] // target * source
-            if not size:
-                continue
-            part = _Part(row, row + 1, start, start + size)
-            try:
-                parts.append(self._on_device(part, span, apart=True))
-                nbytes += size + (tensors.nbytes[row] if span.cast is not None else 0)
-            except DeviceMemoryError:
-                parts.append(self._on_host(part, row, span))
-        if any(part.host is not None for part in parts):
-            self._degrade(f"no room on {self._device.name}: some tensors were handed out in host memory ({error})")
-        return _SpanMemory(parts, [part.start for part in parts], {}, nbytes)
-
-    def _on_host(self, part: _Part, row: int, span: Span) -> _Part:
-        tensors = self._plan.tensors
-        nbytes = part.end - part.start
-        part.raw = part.made = part.address = None
-        part.shift = 0
-        if span.cast is None:
-            part.tensor, part.host = self._host.allocate(tensors.dtypes[row], tensors.shapes[row], nbytes)
-        else:
-            _, part.host = self._host.allocate("U8", (nbytes,), nbytes)
-        return part
 
     def issue(self, read: Read, data: memoryview, pinned: bool) -> None:
         """Queue the copies of a read's bytes; the lock of the ring is held."""
@@ -387,35 +266,15 @@ class DeviceLanding:
         memory = self._memory[index]
         with self._lock:
             for part in memory.parts:
-                self._convert(part, span)
-            self._move_apart(memory)
+                self._space.convert(part, span)
+            self._space.move_apart(memory)
             self._fill_given(memory, span)
             memory.event = self._record()
             if memory.fence is not None:
                 self._events.append(memory.fence)
         return 0
 
-    def _convert(self, part: _Part, span: Span) -> None:
-        if span.cast is None:
-            return
-        tensors, (source, target) = self._plan.tensors, span.cast
-        if part.host is not None:
-            part.tensor, made = self._host.allocate(target, tensors.shapes[part.first], tensors.nbytes[part.first])
-            copy_out(part.host, made, 0, Copy(source, target))
-        elif part.raw is not None and part.made is not None:
-            counts = [nbytes // DTYPES[target].itemsize for nbytes in tensors.nbytes[part.first : part.last]]
-            self._device.convert(part.raw, part.made, span.cast, counts)
-            part.raw = None  # what is allocated in its place is written behind the conversion
-
-    def _move_apart(self, memory: _SpanMemory) -> None:
-        tensors = self._plan.tensors
-        for row, buffer in memory.own.items():
-            whole = memory.parts[0].made or memory.parts[0].raw
-            assert whole is not None
-            source = whole.address + memory.parts[0].shift + tensors.positions[row]
-            self._device.move_async(buffer.address, source, tensors.nbytes[row])
-
-    def _fill_given(self, memory: _SpanMemory, span: Span) -> None:
+    def _fill_given(self, memory: SpanMemory, span: Span) -> None:
         """Those of the given tensors that no copy could go to, and a note of all that are written now."""
         given = self._given
         if not given:
@@ -423,7 +282,7 @@ class DeviceLanding:
         names = self._plan.tensors.names[span.first : span.last]
         indirect = [i for i, name in enumerate(names) if name in given and not span.given]
         if indirect:
-            memory.tensors = self._make(memory, span, span.first, span.last)
+            memory.tensors = self._space.make(memory, span, span.first, span.last)
             for i in indirect:
                 self._written.add(names[i])
                 self._device.fill(given[names[i]], memory.tensors[i])
@@ -453,7 +312,7 @@ class DeviceLanding:
         memory = self._memory.pop(index, None)
         if memory is None:  # a span of tensors without bytes; or another thread has closed the stream
             self._check_open()
-            memory = _SpanMemory([], [])
+            memory = SpanMemory([], [])
         buffers = memory.buffers()
         if memory.event is not None:
             self._hand_over(memory.event, buffers)
@@ -466,7 +325,7 @@ class DeviceLanding:
             if memory.tensors is not None:
                 tensors = memory.tensors[begin - span.first : end - span.first]
             else:
-                tensors = self._make(memory, span, begin, end)
+                tensors = self._space.make(memory, span, begin, end)
             if given:
                 names = self._plan.tensors.names[begin:end]
                 self._written.difference_update(names)
@@ -513,37 +372,6 @@ class DeviceLanding:
         if self._lent_count > 1 and (is_gone := self._lent.popleft()) is not None and not is_gone():
             raise StreamError("a borrowed tensor was kept beyond the next step; use ownership='leased', or clone what you keep")
         self._lent_count += 1
-
-    def _make(self, memory: _SpanMemory, span: Span, begin: int, end: int) -> list[Any]:
-        if span.given:
-            return [None] * (end - begin)
-        if len(memory.parts) == 1 and not memory.own and memory.parts[0].last - memory.parts[0].first == span.last - span.first:
-            part = memory.parts[0]
-            if part.host is None:
-                return self._wrap(part.made or part.raw, begin, end, part.shift)
-        by_row = {part.first: part for part in memory.parts} if len(memory.parts) > 1 or not memory.own else {}
-        return [self._make_one(memory, by_row.get(row), row) for row in range(begin, end)]
-
-    def _make_one(self, memory: _SpanMemory, part: _Part | None, row: int) -> Any:
-        if part is not None and part.host is not None:
-            return part.tensor
-        if row in memory.own:
-            return self._wrap_alone(memory.own[row], row)
-        if part is not None:
-            return self._wrap_alone(part.made or part.raw, row, part.shift)
-        if not memory.parts:
-            return self._wrap(None, row, row + 1)[0]
-        whole = memory.parts[0]
-        return self._wrap(whole.made or whole.raw, row, row + 1, whole.shift)[0]
-
-    def _wrap(self, buffer: DeviceBuffer | None, begin: int, end: int, shift: int = 0) -> list[Any]:
-        tensors, rows = self._plan.tensors, slice(begin, end)
-        positions = [shift + position for position in tensors.positions[rows]] if shift else tensors.positions[rows]
-        return self._device.wrap(buffer, tensors.dtypes[rows], tensors.shapes[rows], positions, tensors.nbytes[rows])
-
-    def _wrap_alone(self, buffer: DeviceBuffer | None, row: int, shift: int = 0) -> Any:
-        tensors = self._plan.tensors
-        return self._device.wrap(buffer, [tensors.dtypes[row]], [tensors.shapes[row]], [shift], [tensors.nbytes[row]])[0]
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
@@ -643,20 +471,3 @@ class _DeviceFilling:
             raise
         ring.send(slot, self._landing.issue, read, data)
         return hops
-
-
-class _Headroom:
-    """Whether enough device memory is free. The driver is asked only where the last answer may no longer hold."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._free_nbytes = 0
-
-    def is_left(self, nbytes: int) -> bool:
-        """Whether max(256 MiB, a quarter of it) would be left after an allocation."""
-        if not leaves_headroom(nbytes, self._free_nbytes - max(256 * MIB, nbytes // 4)):
-            self._free_nbytes = self._device.free_nbytes()
-        if not leaves_headroom(nbytes, self._free_nbytes):
-            return False
-        self._free_nbytes -= nbytes
-        return True
