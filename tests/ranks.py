@@ -74,6 +74,7 @@ def _outcome(reader: Any, timeout_s: float) -> Outcome | None:
 
 def _run(rank: int, world: int, store: str, writer: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("HEADRACE_PARTITION", "chunks")  # noqa: TID251 - else ranks take what is cached each for itself
     dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=world)
     try:
         outcome = Outcome(function(rank, *arguments), None, "")
@@ -124,6 +125,11 @@ CASTS = {
         "7.table": "int16",
     }.items()
 }
+
+
+def decide() -> None:
+    """From here on ranks take what is in memory each for itself, as they do where nothing else is said."""
+    os.environ.pop("HEADRACE_PARTITION")  # noqa: TID251 - a process of its own
 
 
 def write_model(path: Path) -> Path:

@@ -76,6 +76,12 @@ def free_port() -> int:
     return port
 
 
+@pytest.fixture(autouse=True)
+def _exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model was just written, and what is in memory ranks would take each for itself."""
+    monkeypatch.setenv("HEADRACE_PARTITION", "chunks")
+
+
 ON_ONE_NODE = [command for command in commands() if "--nnodes" not in command]
 ON_SEVERAL = [command for command in commands() if "--nnodes" in command]
 

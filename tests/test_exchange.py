@@ -16,12 +16,13 @@ import torch.distributed as dist
 from checkpoints import bytes_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import CASTS, alone, error_of, run_ranks, values
+from ranks import CASTS, alone, decide, error_of, run_ranks, values, write_model
 
 import headrace
 from headrace import OptionError, PeerError, SourceError
 from headrace._node import Leaving, NodeMemory
 from headrace._partition import assign_owners
+from headrace.sources.file import FileSource
 from headrace.testing import Fault, FaultySource, Raise, touches
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -74,6 +75,52 @@ def load_here(_rank: int, path: Path) -> list[int]:
 
 def test_load_keeps_the_order_and_a_world_of_one_is_a_plain_load(rank_model: Path) -> None:
     assert values(run_ranks(2, load_here, rank_model)) == [[True, True]] * 2
+
+
+def load_cached(rank: int, path: Path, uncached_on: int | None, arguments: dict[str, Any]) -> tuple[dict[str, bytes], Any]:
+    """Without a partition: ranks decide whether to read for each other. One of them may not know that the files are cached."""
+    decide()
+    if rank == uncached_on:
+        FileSource.is_in_memory = lambda _: False  # type: ignore[method-assign]
+    slices = {"0.layer.3.weight": (slice(None), slice(500 * rank, 500 * rank + 500)), "1.layer.2.weight": slice(rank, None)}
+    with headrace.stream(path, group=True, slices=slices, **arguments) as tensors:
+        found = {name: bytes_of(tensor) for name, tensor in tensors}
+    assert tensors.stats.exchange in str(tensors.plan)
+    return found, tensors.stats
+
+
+@pytest.mark.parametrize(
+    ("uncached_on", "arguments", "alone"),
+    [(None, {}, True), (1, {}, False), (None, {"partition": "chunks"}, False), (None, {"verify": True}, False)],
+    ids=str,
+)
+def test_ranks_read_for_each_other_only_where_that_saves_reading(
+    tmp_path: Path, uncached_on: int | None, arguments: dict[str, Any], alone: bool
+) -> None:
+    write_model(tmp_path)
+    if "verify" in arguments:
+        headrace.verify(tmp_path, write=True)
+    found = values(run_ranks(2, load_cached, tmp_path, uncached_on, arguments))
+    whole = headrace.load(tmp_path)
+    for rank, (tensors, stats) in enumerate(found):
+        expected = dict(whole)
+        expected["0.layer.3.weight"] = expected["0.layer.3.weight"][:, 500 * rank : 500 * rank + 500]
+        expected["1.layer.2.weight"] = expected["1.layer.2.weight"][rank:]
+        assert tensors == {name: bytes_of(tensor) for name, tensor in expected.items()}
+        assert (stats.rank, stats.ranks) == (rank, 2)
+        assert stats.exchange.startswith("none") is alone
+        assert (stats.from_peers_nbytes == 0) is alone
+
+
+def differ_alone(rank: int, path: Path) -> None:
+    """Ranks that ask for different things."""
+    decide()
+    headrace.load(path, group=True, names="0.*" if rank else None)
+
+
+def test_ranks_that_read_for_themselves_still_agree_on_what_they_load(rank_model: Path) -> None:
+    for outcome in run_ranks(2, differ_alone, rank_model):
+        assert isinstance(error_of(outcome), PeerError)
 
 
 def load_in_subgroup(rank: int, path: Path) -> dict[str, bytes] | None:

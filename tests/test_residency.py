@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from headrace.sources.file import _residency
+from headrace.sources.base import is_in_memory
+from headrace.sources.file import FileSource, _residency
+from headrace.sources.memory import MemorySource
 
 MIB = 1 << 20
 RANGE = 64 * MIB
@@ -74,3 +78,42 @@ def test_a_range_is_known_once_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert residency.known(RANGE - MIB, 2 * MIB) is None, "it lies in two"
     assert residency.known(2 * RANGE, MIB) is None
     assert len(asked) == seen
+
+
+@pytest.mark.parametrize(
+    ("cached", "all_of_it"),
+    [(lambda _: True, True), (lambda page: page < 40_000, True), (lambda page: page < 32_768, False), (lambda _: False, False)],
+    ids=["all", "nearly all", "two of three ranges", "nothing"],
+)
+def test_a_file_is_cached_where_every_range_is(
+    cached: Callable[[int], bool], all_of_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_residency, "_cachestat_share", kernel(cached, []))
+    residency = _residency.Residency(2 * RANGE + 32 * MIB, cachestat=True, mincore=False)
+    assert residency.known_cached(3) is all_of_it
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["asked first", "known before"])
+def test_a_file_of_which_the_kernel_does_not_say_is_not_known_to_be_cached(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_residency, "_cachestat_share", lambda *_: None)
+    monkeypatch.setattr(_residency, "_nowait_share", lambda *_: None)
+    residency = _residency.Residency(RANGE, cachestat=True, mincore=False)
+    if not first:
+        assert residency.mostly_cached(3, 0, MIB), "it is read the usual way"
+    assert not residency.known_cached(3)
+
+
+def test_files_on_tmpfs_and_files_just_written_are_in_memory(tmp_path: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(bytes(MIB))
+        file.flush()
+        assert is_in_memory(FileSource(file.name))
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MIB))
+    source = FileSource(path)
+    known = source._residency._ask_cachestat and _residency._cachestat_share(source._descriptor.fd, 0, MIB) == 1.0
+    assert is_in_memory(source) is known
+    assert not is_in_memory(FileSource(path, direct_io="on"))
+    assert is_in_memory(MemorySource(b"abc"))
+    source.close()
+    assert not is_in_memory(source)

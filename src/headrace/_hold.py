@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from headrace._checkpoint import Checkpoint
+from headrace._device_names import SHARED, name_of_device, open_device
 from headrace._header import Header
 from headrace._held import Held, Image, Memory, Ranges
 from headrace._inplace import InPlace, NotInPlaceError, check_on_tmpfs
 from headrace._location import source_of
 from headrace._options import Options
-from headrace._request import SHARED, Request, name_of_device, open_device
+from headrace._request import Request
 from headrace._selection import Names, select
 from headrace.devices.base import Device
 from headrace.errors import LoadError, OptionError, PinningError

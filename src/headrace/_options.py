@@ -98,7 +98,8 @@ class Options:
         cast_at: where a dtype conversion runs: "auto", "host" or "device".
         keep_staging: whether page-locked staging memory stays for the next load to the same device: "off" or "on". One ring for a
             device, up to 512 MiB, until `headrace.release_staging()` or the program's end.
-        partition: how ranks of a group divide a checkpoint: "spans", "chunks" or "files".
+        partition: how ranks of a group divide a checkpoint: "spans", "chunks" or "files". None: by chunks, except that to host
+            memory each rank reads for itself what all of them have in memory already.
         stall_timeout_s: seconds without a byte after which a network read is tried again.
         attempts: tries of one network range before its error is raised.
         peer_timeout_s: seconds without a sign of life after which a rank of a group is given up.

@@ -9,6 +9,7 @@ from headrace._partition import assign_owners
 from headrace._peers import Peers
 from headrace._plan import Plan, format_nbytes
 from headrace._progress import Progress
+from headrace._terms import ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,18 @@ def share_reads(plan: Plan, sliced: frozenset[str], rank: int, size: int, policy
     exchanged = dict(zip(rounds, owners, strict=True))
     own_nbytes = sum(read.nbytes for i, read in enumerate(plan.reads) if exchanged.get(i, rank) == rank)
     return Share(rounds, owners, own_nbytes)
+
+
+def stay_alone(peers: Peers, plan: Plan, sliced: frozenset[str], progress: Progress) -> None:
+    """Each rank reads for itself. They are about to load the same all the same; afterwards nobody waits for another one.
+
+    Raises:
+        PeerError: another rank failed, or is about to load something else.
+    """
+    peers.agree(plan=digest_of(plan, share_reads(plan, sliced, peers.rank, peers.size, "chunks")))
+    peers.close()
+    progress.rank, progress.ranks = peers.rank, peers.size
+    progress.partition, progress.exchange = "each rank reads for itself", ALONE
 
 
 def describe(progress: Progress, peers: Peers, plan: Plan, share: Share, policy: str, *, over_memory: bool) -> None:

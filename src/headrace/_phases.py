@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from headrace._checkpoint import Checkpoint
+from headrace._device_names import is_device, name_of_device
 from headrace._options import Options
 from headrace._plan import Plan, Read, Span, Tensors
 from headrace._progress import Snapshot
-from headrace._request import Request, is_device, name_of_device
+from headrace._request import Request
 from headrace._selection import DTypeRule, Names, select
 from headrace._slices import Index
 from headrace._targets import DEFAULT, divide, divide_by

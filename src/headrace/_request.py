@@ -5,14 +5,14 @@ torch is imported when an engine is made and not before.
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
-from headrace._blocks import Blocks, choose_blocked, dtypes_to_send, in_blocks
+from headrace._blocks import Blocks, dtypes_to_send, in_blocks
 from headrace._checkpoint import Checkpoint
+from headrace._counting import new_progress
+from headrace._device_names import SHARED, name_of_device, open_device
 from headrace._header import TensorInfo
 from headrace._integrity import VerifiedSource
 from headrace._interpreter import gc_paused
@@ -26,8 +26,9 @@ from headrace._resident import Resident
 from headrace._routes import cast_on_device
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
 from headrace._slices import Index, slice_shape
+from headrace._terms import Offer, Terms, agree_on_terms
 from headrace.errors import OptionError, SourceError
-from headrace.sources.base import ByteSource, MappableSource, is_remote
+from headrace.sources.base import ByteSource, MappableSource, is_in_memory, is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +51,6 @@ Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 Order: TypeAlias = Literal["ready", "file"]
 Ownership: TypeAlias = Literal["leased", "copied", "borrowed"]
 
-log = logging.getLogger("headrace")
-
-SHARED = "shared-cpu"
 _UNUSED = SourceAbilities("memory")  # nothing is read from the shard
 
 
@@ -196,30 +194,29 @@ class Request:
             )
         target = self._open_device()
         in_place = self._in_place(target, peers)
-        sliced, blocked, of_ranks = frozenset[str](), dict[str, TensorInfo](), list[dict[str, Index]]()
-        together = peers is not None and not self.resident.shards  # in place, nothing is read from storage
-        if together:
-            sliced, blocked, of_ranks = self._join_terms(cast("Peers", peers))
+        others = peers if not self.resident.shards else None  # in place, nothing is read from storage
+        terms = Terms() if others is None else self._agree_on_terms(others)
         destinations = self._destinations(into, target) if into is not None else {}
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
-        plan = self.plan(given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None)
+        plan = self.plan(
+            given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None and not terms.alone
+        )
         sources = self.checkpoint.sources
         chunks = [NETWORK_CHUNK_NBYTES if is_remote(source) else CHUNK_NBYTES for source in self.checkpoint.sources]
         if plan.limits.staging is not None:
             chunks = [min(chunk, plan.limits.staging.chunk_nbytes) for chunk in chunks]
-        sent_as = cast("Peers", peers).gather(dtypes_to_send(plan, blocked), about="dtypes") if blocked else []
-        plan, blocks = in_blocks(plan, blocked, self.slices, chunks, of_ranks, sent_as)
+        sent_as = others.gather(dtypes_to_send(plan, terms.blocked), about="dtypes") if others and terms.blocked else []
+        plan, blocks = in_blocks(plan, terms.blocked, self.slices, chunks, terms.slices, sent_as)
         degraded = [f"{reason}; it is read instead" for reason in self.unmapped]
         degraded += self.direct.degraded if self.direct is not None else []
         degraded += [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
-        counters = _new_progress(plan, degraded, sources)
-        counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
+        counters = new_progress(plan, degraded, sources, opened_here=opened_here)
         _withhold_last(plan, sources)
         seen = sources if tracer is None else tracer.sources(sources)
         if tracer is not None and self.direct is not None:
             self.direct.files = tracer.direct(self.direct.files)
         landing = self._landing(plan, seen, target, counters, ownership, destinations, in_place)
-        shared = self._share(cast("Peers", peers), landing, plan, target, counters, sliced, blocks) if together else None
+        shared = self._share(others, landing, plan, target, counters, terms, blocks) if others is not None else None
         landed = cast("Landing", shared) if shared is not None and self.device_name == "cpu" else landing
         plan = replace(plan, group=counters.group)
         job = Job(
@@ -285,8 +282,7 @@ class Request:
             self.options = self.options.merged({"local_ranks": 1})
         plan, sources = self.plan(), self.checkpoint.sources
         degraded = [f"{url}: not verified, there is nothing to check it against" for url in self.checkpoint.unverified]
-        counters = _new_progress(plan, degraded, sources)
-        counters.count_traffic = _traffic_counter(sources, opened_here=opened_here)
+        counters = new_progress(plan, degraded, sources, opened_here=opened_here)
         self.tables = join_tables(plan, CpuTarget(), peers, counters)
         plan = replace(plan, group=counters.group)
         if not self.tables.pages.fills:
@@ -388,22 +384,21 @@ class Request:
             compat=self.direct is not None and self.direct.compat,
         )
 
-    def _join_terms(self, peers: Peers) -> tuple[frozenset[str], dict[str, TensorInfo], list[dict[str, Index]]]:
-        """What any rank slices, and which of that is read in blocks: of those this rank takes a slice too, be it all of it.
-
-        And the slices of every rank. All convert in the same place, too: on the host where fewer bytes then cross a narrow bus,
-        or go from node to node. Each node converts only what it reads.
-        """
-        terms = peers.gather((self.slices, peers.node, self._cast_at), about="slices")
-        slices = [theirs for theirs, _, _ in terms]
-        places = {place for _, _, place in terms}
-        if self.options.cast_at not in ("host", "device") and (len({node for _, node, _ in terms}) > 1 or "bus" in places):
-            self._cast_at = "bus"
-        sliced = frozenset(name for each in slices for name in each)
-        infos = {name: self.checkpoint[name] for name in sorted(sliced)}
-        blocked = choose_blocked(infos, slices)
-        self.slices |= {name: ... for name in blocked if name not in self.slices}
-        return sliced, {name: infos[name] for name in infos if name in blocked}, slices
+    def _agree_on_terms(self, peers: Peers) -> Terms:
+        if self.mappings:
+            raise OptionError("mmap leaves nothing to share with a group; leave one of the two out", option="mmap")
+        verified = [source for source in self.checkpoint.sources if isinstance(source, VerifiedSource)]
+        if any(isinstance(source.ledger, LearnedBlocks) for source in verified):
+            reason = "a group can verify by a manifest only: by a whole file's digest each rank would have to read all of it"
+            raise OptionError(f"{reason}; write one with `headrace verify --write`", option="verify")
+        read = [source for source, rows in zip(self.checkpoint.sources, self.chosen, strict=True) if rows is None or rows]
+        is_free = self.device_name == "cpu" and self.options.partition is None and all(map(is_in_memory, read))
+        may_move = self.options.cast_at not in ("host", "device")
+        terms = agree_on_terms(peers, Offer(self.slices, peers.node, self._cast_at, may_move, is_free), self.checkpoint)
+        # What is read in blocks this rank takes a slice of too, be it all of it.
+        self.slices |= {name: ... for name in terms.blocked if name not in self.slices}
+        self._cast_at = terms.cast_at
+        return terms
 
     def _share(
         self,
@@ -412,27 +407,25 @@ class Request:
         plan: Plan,
         target: HostTarget | Device,
         counters: Progress,
-        sliced: frozenset[str],
+        terms: Terms,
         blocks: Blocks,
-    ) -> GroupLanding | Relay | DeviceExchange:
+    ) -> GroupLanding | Relay | DeviceExchange | None:
         from headrace._exchange import join_group
         from headrace._landing import HostLanding
+        from headrace._owners import stay_alone
 
-        if self.mappings:
-            raise OptionError("mmap leaves nothing to share with a group; leave one of the two out", option="mmap")
-        ledgers = [source.ledger for source in self.checkpoint.sources if isinstance(source, VerifiedSource)]
-        if any(isinstance(ledger, LearnedBlocks) for ledger in ledgers):
-            reason = "a group can verify by a manifest only: by a whole file's digest each rank would have to read all of it"
-            raise OptionError(f"{reason}; write one with `headrace verify --write`", option="verify")
         policy = self.options.partition or "chunks"
+        if terms.alone:
+            stay_alone(peers, plan, terms.sliced, counters)
+            return None
         if not isinstance(landing, HostLanding):
             from headrace._relay import join_relay
 
             device = cast("Device", target)
-            relay = join_relay(peers, plan, self.checkpoint.sources, sliced, blocks, policy, device, counters)
+            relay = join_relay(peers, plan, self.checkpoint.sources, terms.sliced, blocks, policy, device, counters)
             landing.relay = relay
             return relay
-        return join_group(peers, landing, plan, self.checkpoint.sources, sliced, blocks, policy, counters)
+        return join_group(peers, landing, plan, self.checkpoint.sources, terms.sliced, blocks, policy, counters)
 
     def _destinations(self, into: Into, target: HostTarget | Device) -> dict[str, Destination]:
         found: dict[str, Destination] = {}
@@ -457,53 +450,10 @@ class Request:
         return found
 
 
-def is_device(device: object) -> bool:
-    """Whether it is a `Device` rather than the name of one."""
-    return hasattr(device, "copy_async")
-
-
-def open_device(device: object) -> Device:
-    """The device that a caller named or gave; not the host. Raises `DeviceError` where there is none."""
-    if is_device(device):
-        return cast("Device", device)
-    from headrace.devices import cuda  # imports torch
-
-    _, _, index = name_of_device(device).partition(":")
-    return cuda.open_device(int(index) if index else None)
-
-
-def name_of_device(device: object) -> str:
-    """How a plan calls a device. Nothing is opened: a plan can be made where the device is not.
-
-    Raises:
-        OptionError: there is no such kind of device.
-    """
-    if is_device(device):
-        return cast("Device", device).name
-    name = str(device)
-    if name in ("cpu", SHARED) or re.fullmatch(r"cuda(:\d{1,3})?", name):
-        return name
-    raise OptionError(
-        f"device {name!r} is not supported; load to 'cpu' and move the tensors, or to 'cuda', 'cuda:N' or 'shared-cpu'",
-        option="device",
-    )
-
-
 def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
     if rename is None or callable(rename):
         return rename
     return lambda name: rename.get(name, name)
-
-
-# Fields of a snapshot, and what sources call them.
-_TRAFFIC = {
-    "requests": "requests",
-    "retried": "failed",
-    "throttled": "throttled",
-    "hedged": "hedges",
-    "hedged_nbytes": "hedged_nbytes",
-    "received_nbytes": "received_nbytes",
-}
 
 
 def _why_unmapped(source: ByteSource, asked: str | None) -> str:
@@ -511,18 +461,6 @@ def _why_unmapped(source: ByteSource, asked: str | None) -> str:
     if hasattr(source, "reopen"):
         return f"cannot map {source.url}: it was opened without; give mmap={asked!r} where it is opened"
     return f"cannot map {source.url}: only local files can be mapped; leave mmap out, or pull it to a local folder first"
-
-
-def _traffic_counter(sources: Sequence[ByteSource], *, opened_here: bool) -> Callable[[], Mapping[str, int]]:
-    """Counts what a load asks of the network; of sources that were open before, what they have asked for since."""
-    remote = [source for source in sources if is_remote(source)]
-
-    def now() -> dict[str, int]:
-        counts = [cast(Any, source).traffic for source in remote]
-        return {ours: sum(getattr(count, theirs) for count in counts) for ours, theirs in _TRAFFIC.items()}
-
-    before = dict.fromkeys(_TRAFFIC, 0) if opened_here else now()
-    return lambda: {name: count - before[name] for name, count in now().items()}
 
 
 def _withhold_last(plan: Plan, sources: Sequence[ByteSource]) -> None:
@@ -539,22 +477,3 @@ def _withhold_last(plan: Plan, sources: Sequence[ByteSource]) -> None:
             source.ledger.withhold(ends[shard])
         else:
             source.confirm()  # tensors without bytes: their shapes are in the header
-
-
-def _new_progress(plan: Plan, degraded: list[str], sources: Sequence[ByteSource]) -> Progress:
-    for fallback in degraded:
-        log.warning("%s", fallback)
-    verified = [source for source in sources if isinstance(source, VerifiedSource)]
-    return Progress(
-        degraded=degraded,
-        count_verified=lambda: sum(source.verified_nbytes for source in verified),
-        total_nbytes=plan.read_nbytes,
-        surplus_nbytes=plan.surplus_nbytes,
-        total_tensors=len(plan.tensors),
-        concurrency=plan.limits.concurrency,
-        memory_limit=plan.limits.memory_limit,
-        device=plan.device,
-        node_share=str(plan.limits.node or ""),
-        routes=tuple((route.url, route.route, route.reason) for route in plan.routes),
-        left_alone=plan.left_alone,
-    )

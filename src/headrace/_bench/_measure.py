@@ -17,10 +17,10 @@ from headrace._bench._probes import Bounds
 from headrace._bench._report import Figure, Report, Run, best
 from headrace._bench._verdict import judge
 from headrace._checkpoint import Checkpoint
+from headrace._device_names import is_device
 from headrace._machine import available_cpus, available_memory
 from headrace._plan import MIB, Plan, format_nbytes
 from headrace._progress import Snapshot
-from headrace._request import is_device
 from headrace.errors import DeviceError
 from headrace.sources.base import is_remote
 

@@ -96,6 +96,18 @@ def read_as_preferred(source: ByteSource, offset: int, nbytes: int, memory: memo
     source.read_into(offset, memory[:nbytes])
 
 
+class CachedSource(Protocol):
+    """A source that may know that reading it costs no more than a copy."""
+
+    def is_in_memory(self) -> bool:
+        """Whether all of it lies in this machine's memory. False also where that cannot be known."""
+
+
+def is_in_memory(source: ByteSource) -> bool:
+    """Whether all of a source is known to lie in this machine's memory."""
+    return hasattr(source, "is_in_memory") and cast(CachedSource, source).is_in_memory()
+
+
 @runtime_checkable
 class JoiningSource(ByteSource, Protocol):
     """A source that fetches neighbouring ranges with one request, whatever memory each of them belongs to."""

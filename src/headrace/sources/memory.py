@@ -40,6 +40,10 @@ class MemorySource:
             raise self._refuse_range(offset, nbytes)
         buffer[:] = data[offset : offset + nbytes]
 
+    def is_in_memory(self) -> bool:
+        """True."""
+        return True
+
     def check_unchanged(self) -> None:
         """Do nothing: the caller promised not to write to the bytes."""
         if self._data is None:

@@ -53,6 +53,11 @@ class Residency:
         first, last = offset // _RANGE_NBYTES, (offset + max(nbytes, 1) - 1) // _RANGE_NBYTES
         return 2 * sum(self._is_cached(fd, index) for index in range(first, last + 1)) >= last + 1 - first
 
+    def known_cached(self, fd: int) -> bool:
+        """Whether all ranges count as cached because the kernel says so, and not because it does not say."""
+        ranges = range(-(-self._nbytes // _RANGE_NBYTES))
+        return self._ask_cachestat and all(self._is_cached(fd, index) for index in ranges) and self._ask_cachestat
+
     def _is_cached(self, fd: int, index: int) -> bool:
         known = self._ranges.get(index)
         if known is None:

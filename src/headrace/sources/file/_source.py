@@ -184,6 +184,13 @@ class FileSource:
             return False
         return not self._residency.mostly_cached(descriptor.fd, offset, nbytes)
 
+    def is_in_memory(self) -> bool:
+        """Whether it lies on tmpfs, or the kernel says that its page cache has nearly all of every 64 MiB, and may be used."""
+        if self.filesystem in MEMORY_FILESYSTEMS.values():
+            return True
+        descriptor = self._descriptor
+        return descriptor is not None and self._direct_io != "on" and self._residency.known_cached(descriptor.fd)
+
     def read_direct_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` past the page cache. See `AlignedSource.read_direct_into`.
 

@@ -1,0 +1,73 @@
+"""What ranks that load together tell each other before they plan, and what follows for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace._blocks import choose_blocked
+from headrace._header import TensorInfo
+from headrace._slices import Index
+
+if TYPE_CHECKING:
+    from headrace._peers import Peers  # imports torch
+
+ALONE = "none: every rank has all of the files in its node's memory, and takes them from there"
+
+
+class Offer(NamedTuple):
+    """What one rank comes with.
+
+    Attributes:
+        slices: that it takes.
+        node: what tells its node from others.
+        cast_at: where it would convert dtypes. `may_move`: whether another place will do.
+        needs_no_others: whether it gains nothing by another rank's reading.
+    """
+
+    slices: Mapping[str, Index]
+    node: object
+    cast_at: str
+    may_move: bool
+    needs_no_others: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for all ranks.
+
+    Attributes:
+        slices: of each rank. `sliced`: names of tensors that any of them slices.
+        blocked: those that are read in blocks.
+        cast_at: where dtypes are converted.
+        alone: whether each rank reads for itself.
+    """
+
+    slices: tuple[Mapping[str, Index], ...] = ()
+    sliced: frozenset[str] = frozenset()
+    blocked: Mapping[str, TensorInfo] = field(default_factory=dict)
+    cast_at: str = ""
+    alone: bool = False
+
+
+def agree_on_terms(peers: Peers, offer: Offer, infos: Mapping[str, TensorInfo]) -> Terms:
+    """Collective.
+
+    All convert in the same place: on the host where fewer bytes then cross a narrow bus, or go from node to node; each node
+    converts only what it reads. To host memory ranks do without each other where all have in memory what they read:
+    one that reads for the others would copy it once more (`scripts/bench ranks --cases warm_full`: 1.75 x the time).
+
+    Args:
+        infos: every tensor.
+    """
+    offers: list[Offer] = peers.gather(offer, about="slices")
+    slices = tuple(theirs.slices for theirs in offers)
+    sliced = frozenset(name for each in slices for name in each)
+    narrow = len({theirs.node for theirs in offers}) > 1 or any(theirs.cast_at == "bus" for theirs in offers)
+    cast_at = "bus" if offer.may_move and narrow else offer.cast_at
+    if all(theirs.needs_no_others for theirs in offers):
+        return Terms(slices, sliced, {}, cast_at, alone=True)
+    of_sliced = {name: infos[name] for name in sorted(sliced)}
+    names = choose_blocked(of_sliced, slices)
+    return Terms(slices, sliced, {name: info for name, info in of_sliced.items() if name in names}, cast_at)
