@@ -15,6 +15,7 @@ _SPANS = {"group": True, "arguments": {"partition": "spans"}}
 _FILES = {"group": True, "arguments": {"partition": "files"}}
 _OURS = Way("headrace", "ours:ranks", "headrace", settings=_GROUP)
 _ALONE = Way("headrace, each for itself", "ours:ranks", "headrace")
+_BY_CHUNKS = Way("headrace, by chunks", "ours:ranks", "headrace", settings={"group": True, "arguments": {"partition": "chunks"}})
 _POLICIES = (
     Way("headrace, by spans", "ours:ranks", "headrace", settings=_SPANS),
     Way("headrace, by files", "ours:ranks", "headrace", settings=_FILES),
@@ -42,14 +43,23 @@ _AGAINST_RUNAI = (
 )
 
 
-def _full(name: str, title: str, *, cold: bool, server: Server = "", goals: tuple[Goal, ...], runai: tuple[Way, ...]) -> Case:
+def _full(
+    name: str,
+    title: str,
+    *,
+    cold: bool,
+    server: Server = "",
+    goals: tuple[Goal, ...],
+    runai: tuple[Way, ...],
+    ways: tuple[Way, ...] = (_OURS, *_POLICIES, _ALONE),
+) -> Case:
     return Case(
         name,
         f"{_RANKS} ranks, the full model each, {title}, streamed",
         "shards",
         "stream",
         cold,
-        (_OURS, *_POLICIES, _ALONE, *runai),
+        (*ways, *runai),
         (*goals, *_AGAINST_RUNAI),
         server=server,
         ranks=_RANKS,
@@ -99,7 +109,14 @@ CASES = (
         (_READ_ONCE, Goal("1.00 × the model from the disk, and headers", "storage_share", at_most=1.01)),
         ranks=8,
     ),
-    _full("warm_full", "cached (a second copy in host memory gains nothing)", cold=False, goals=(_READ_ONCE,), runai=_RUNAI),
+    _full(
+        "warm_full",
+        "cached: each takes it from memory, unless it is said who reads what",
+        cold=False,
+        goals=(Goal("as quick as reading for each other", "speed", at_least=1.0, against=("headrace, by*",)),),
+        runai=_RUNAI,
+        ways=(_OURS, _BY_CHUNKS, *_POLICIES, _ALONE),
+    ),
     Case(
         "cold_slices",
         f"{_RANKS} ranks, tensor-parallel slices (rows and columns), from a cold disk, kept",

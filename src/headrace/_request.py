@@ -410,14 +410,15 @@ class Request:
         terms: Terms,
         blocks: Blocks,
     ) -> GroupLanding | Relay | DeviceExchange | None:
-        from headrace._exchange import join_group
-        from headrace._landing import HostLanding
-        from headrace._owners import stay_alone
-
-        policy = self.options.partition or "chunks"
         if terms.alone:
+            from headrace._owners import stay_alone
+
             stay_alone(peers, plan, terms.sliced, counters)
             return None
+        from headrace._exchange import join_group
+        from headrace._landing import HostLanding
+
+        policy = self.options.partition or "chunks"
         if not isinstance(landing, HostLanding):
             from headrace._relay import join_relay
 
