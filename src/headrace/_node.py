@@ -33,6 +33,7 @@ HEAD_NBYTES: Final = 4096
 TEXT_AT, TEXT_NBYTES = 512, 1024
 _STARTS_AT: Final = 2048  # of each slot, where its bytes begin
 MOST_SLOTS: Final = (HEAD_NBYTES - _STARTS_AT) // 4
+_HUGE_NBYTES: Final = 2 << 20
 NAP_S: Final = 0.05  # how long to sleep before looking whether everybody is still there
 _SYSCALL: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}  # futex
 _FUTEX_WAIT_BITSET, _FUTEX_WAKE_BITSET = 9, 10
@@ -299,7 +300,7 @@ def invite(nbytes: int, stack: ExitStack, *, slots: int = 1) -> tuple[Invitation
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         stack.callback(os.close, fd)
         os.ftruncate(fd, nbytes)
-        ring = stack.enter_context(closing(mmap.mmap(fd, nbytes)))
+        ring = stack.enter_context(closing(_mapped(fd, nbytes)))
     except (OSError, ValueError):
         return None, None
     ring[:TOKEN_NBYTES] = token
@@ -315,12 +316,21 @@ def open_ring(invitation: Invitation | None, stack: ExitStack) -> mmap.mmap:
         raise ValueError("that is another process")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        ring = stack.enter_context(closing(mmap.mmap(fd, invitation.nbytes)))  # ValueError where it is shorter
+        ring = stack.enter_context(closing(_mapped(fd, invitation.nbytes)))  # ValueError where it is shorter
     finally:
         os.close(fd)
     if ring[:TOKEN_NBYTES] != invitation.token:
         raise ValueError("that is another ring")
     return ring
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    """Shared memory, in huge pages where the system grants them (transparent_hugepage/shmem_enabled is "never" by default)."""
+    memory = mmap.mmap(fd, nbytes)
+    if nbytes >= _HUGE_NBYTES:
+        with suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def watch(invitation: Invitation, stack: ExitStack) -> int:

@@ -56,7 +56,7 @@ def agree_on_terms(peers: Peers, offer: Offer, infos: Mapping[str, TensorInfo]) 
 
     All convert in the same place: on the host where fewer bytes then cross a narrow bus, or go from node to node; each node
     converts only what it reads. To host memory ranks do without each other where all have in memory what they read:
-    one that reads for the others would copy it once more (`scripts/bench ranks --cases warm_full`: 1.75 x the time).
+    one that reads for the others would copy it once more (`scripts/bench ranks --cases warm_full`: twice the time).
 
     Args:
         infos: every tensor.
