@@ -56,7 +56,8 @@ def agree_on_terms(peers: Peers, offer: Offer, infos: Mapping[str, TensorInfo]) 
 
     All convert in the same place: on the host where fewer bytes then cross a narrow bus, or go from node to node; each node
     converts only what it reads. To host memory ranks do without each other where all have in memory what they read:
-    one that reads for the others would copy it once more (`scripts/bench ranks --cases warm_full`: twice the time).
+    one that reads for the others would copy it once more (`scripts/bench ranks --cases warm_full`: twice the time). Blocks they
+    read for each other all the same, since each would read nearly all of them.
 
     Args:
         infos: every tensor.
@@ -66,8 +67,8 @@ def agree_on_terms(peers: Peers, offer: Offer, infos: Mapping[str, TensorInfo]) 
     sliced = frozenset(name for each in slices for name in each)
     narrow = len({theirs.node for theirs in offers}) > 1 or any(theirs.cast_at == "bus" for theirs in offers)
     cast_at = "bus" if offer.may_move and narrow else offer.cast_at
-    if all(theirs.needs_no_others for theirs in offers):
-        return Terms(slices, sliced, {}, cast_at, alone=True)
     of_sliced = {name: infos[name] for name in sorted(sliced)}
     names = choose_blocked(of_sliced, slices)
-    return Terms(slices, sliced, {name: info for name, info in of_sliced.items() if name in names}, cast_at)
+    blocked = {name: info for name, info in of_sliced.items() if name in names}
+    alone = not blocked and all(theirs.needs_no_others for theirs in offers)
+    return Terms(slices, sliced, blocked, cast_at, alone)
