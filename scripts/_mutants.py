@@ -1,4 +1,4 @@
-"""Seed the device pipeline with bugs, one at a time, and see that its tests notice: scripts/check --mutants [NAME ...].
+"""Seed the ways to devices and between ranks with bugs, one at a time; tests have to notice: scripts/check --mutants [NAME ...].
 
 A mutant is a piece of source and what is put in its place, in a copy of the tree, and the tests that have to fail then. The piece
 has to occur exactly once, so that a mutant whose target has moved is an error and not a bug that was not caught. What is caught
@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 300
 _PIPELINE = "tests/test_pipeline.py"
 _INPLACE = "tests/test_inplace.py"
-_SUITES = f"{_PIPELINE} tests/test_device_cuda.py {_INPLACE}"
+_RELAY = "tests/test_relay.py"
+_EXCHANGE = "tests/test_exchange.py"
+_SUITES = f"{_PIPELINE} tests/test_device_cuda.py {_INPLACE} {_RELAY} {_EXCHANGE}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ MUTANTS = (
     Mutant(
         "the memory ahead of the caller is not bounded",
         "_pipeline.py",
-        "return self._ahead_nbytes + nbytes <= self._staging.ahead_nbytes and self._headroom.is_left(nbytes)",
+        "return self._ahead_nbytes + nbytes <= self._staging.ahead_nbytes and self._space.has_room(nbytes)",
         "return True",
         "ahead_of_the_caller",
     ),
@@ -210,6 +212,54 @@ MUTANTS = (
         "        self.job.sources[read.shard].check_unchanged()\n",
         "",
         "source_that_changed",
+    ),
+    Mutant(
+        "a shared slot is filled while this rank copies out of it",
+        "_relay.py",
+        "            self._await_own_copy(before)\n",
+        "            pass\n",
+        "every_device_has_every_tensor",
+        _RELAY,
+    ),
+    Mutant(
+        "a shared slot is given back while it is copied out of",
+        "_relay.py",
+        "                    self._device.synchronize(event)\n                elif",
+        "                    pass\n                elif",
+        "every_device_has_every_tensor",
+        _RELAY,
+    ),
+    Mutant(
+        "a rank that has not passed on everything ends silently",
+        "_relay.py",
+        "if not self._left and (self._to_come or self._announced < len(self._own_rounds)):",
+        "if not self._left and self._announced < len(self._own_rounds):",
+        "ends_early",
+        _RELAY,
+    ),
+    Mutant(
+        "parts of blocks have the file's dtype",
+        "_wire.py",
+        "convert = Copy(self._blocks.sources[read.span], packing.dtype)",
+        "convert = Copy(self._blocks.sources[read.span], self._blocks.sources[read.span])",
+        "overlap_in_the_file",
+        _RELAY,
+    ),
+    Mutant(
+        "parts of blocks are not converted where they arrive",
+        "_exchange.py",
+        "packing.unpack(), Copy(packing.dtype, self.part.copy.target))",
+        "packing.unpack(), Copy(packing.dtype, packing.dtype))",
+        "overlap_in_the_file",
+        _EXCHANGE,
+    ),
+    Mutant(
+        "ranks decide each for itself whether they need the others",
+        "_terms.py",
+        "all(theirs.needs_no_others for theirs in offers)",
+        "offer.needs_no_others",
+        "that_saves_reading",
+        _EXCHANGE,
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -174,3 +175,10 @@ def test_what_a_test_leaves_behind_is_caught(tmp_path: Path) -> None:
     caught = {line.split()[1].split("::")[1] for line in result.stdout.splitlines() if line.startswith("ERROR ")}
     assert caught == {"test_descriptor", "test_thread", "test_interval", "test_collector"}, result.stdout
     assert "8 passed" in result.stdout  # the tests themselves; what they leave behind is an error of the fixture
+
+
+def test_every_seeded_bug_has_its_place_in_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    mutants = importlib.import_module("_mutants").MUTANTS
+    texts = {mutant: (ROOT / "src" / "headrace" / mutant.file).read_text() for mutant in mutants}
+    assert not [mutant.name for mutant, text in texts.items() if text.count(mutant.old) != 1 or mutant.new == mutant.old]
