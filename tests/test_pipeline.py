@@ -25,6 +25,7 @@ from checkpoints import (
     KIB,
     MIB,
     Contents,
+    Entry,
     WatchedSource,
     bytes_of,
     mixed_contents,
@@ -132,6 +133,21 @@ def test_slices_are_those_of_a_load_to_the_host(lazy: Gpu, index: Any, dtype: st
     for name, tensor in loaded.items():
         assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
         assert bytes_of(tensor) == bytes_of(expected[name])
+
+
+@pytest.mark.parametrize("index", [slice(None, None, -1), slice(0, 1), (slice(None), slice(9, None))], ids=str)
+@pytest.mark.parametrize("cast_at", ["host", "device"])
+@pytest.mark.parametrize("dtype", ["F16", "F32"])
+def test_rows_that_are_longer_than_a_slot_come_from_odd_offsets_whole(lazy: Gpu, index: Any, cast_at: str, dtype: str) -> None:
+    values = torch.arange(2_400_000).remainder(2047).half().view(2, -1)  # exact in every dtype
+    data = serialize({"w": Entry("F16", (2, 1_200_000), values.view(torch.uint8).numpy().tobytes())}, data_start=1)
+    arguments: dict[str, Any] = {"slices": {"w": index}, "dtype": {"w": dtype}, "memory_limit": 0, "cast_at": cast_at}
+    for device in (lazy.device, "cpu"):
+        found = headrace.load(WatchedSource(data), device=device, **arguments)["w"]
+        expected = values.flip(0) if index == slice(None, None, -1) else values[index]
+        assert bytes_of(found) == bytes_of(expected.to(found.dtype))
+        assert str(found.dtype) == {"F16": "torch.float16", "F32": "torch.float32"}[dtype]
+        del found
 
 
 # ---- copies

@@ -295,6 +295,17 @@ def test_every_wanted_byte_lands_once_and_where_its_tensor_is(request: Request) 
     check_bytes(request)
 
 
+@pytest.mark.parametrize("index", [slice(None, None, -1), (slice(None, None, 2),), (..., slice(5, 19_990)), slice(1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
+@pytest.mark.parametrize("data_offset", [8, 9, 4095])
+def test_long_pieces_of_slices_are_cut_within_elements_where_nothing_is_converted(
+    data_offset: int, dtype: str, index: Index
+) -> None:
+    header = make_header([("w", dtype, [4, 20_000])], data_offset=data_offset, url="model.safetensors")
+    ability = SourceAbilities("file", chunk_nbytes=3 * PAGE, gap_nbytes=0)
+    check_bytes(Request([header], [None], [ability], Limits(1, MIB), [{}], {"w": index}, None))
+
+
 @given(requests())
 @settings(max_examples=examples(40))
 def test_no_byte_is_read_or_written_twice_and_the_surplus_is_exact(request: Request) -> None:

@@ -164,12 +164,16 @@ def stretches_of(shape: Sequence[int], index: Index) -> list[_Stretches] | None:
     for size, item in zip(shape, given, strict=False):
         if isinstance(item, Parts):
             found.append(list(item.stretches))
-        elif isinstance(item, slice) and item.step in (None, 1):
+        elif isinstance(item, slice) and item.step in (None, 1) and _is_of_numbers(item):
             start, stop, _ = item.indices(size)
             found.append([(start, stop)] if start < stop else [])
         else:
             return None
     return found if len(found) == len(shape) == len(given) else None
+
+
+def _is_of_numbers(index: slice) -> bool:
+    return all(bound is None or hasattr(bound, "__index__") for bound in (index.start, index.stop))
 
 
 def in_blocks(

@@ -34,8 +34,8 @@ def copy_out(slot: memoryview, memory: memoryview, position: int, copy: Copy) ->
     elements = torch.frombuffer(slot, dtype=source)
     if copy.shape is not None:
         elements = elements.as_strided(copy.shape, copy.strides)
-        if copy.flip:
-            elements = elements.flip(copy.flip)
+        if copy.flip:  # as integers: not every dtype has a kernel for it
+            elements = elements.view(_BY_WIDTH[max(8, DTYPES[copy.source].bits)]).flip(copy.flip).view(source)
     count = elements.numel()
     with torch.no_grad():
         torch.frombuffer(memory, dtype=target, count=count, offset=position).view(elements.shape).copy_(elements)

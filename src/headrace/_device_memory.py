@@ -135,10 +135,10 @@ class DeviceMemory:
         part.raw = self._device.allocate(nbytes + PAGE if is_image else nbytes + self._more)
         part.shift = (part.start - part.raw.address) % PAGE if is_image else 0
         part.address = part.raw.address + part.shift
-        if span.cast is not None:
+        # Of what others take columns of, this rank may take nothing.
+        if span.cast is not None and any(self._plan.tensors.nbytes[part.first : part.last]):
             made_nbytes = nbytes // DTYPES[span.cast[0]].itemsize * DTYPES[span.cast[1]].itemsize
-            if made_nbytes:  # of what others take columns of, this rank may take nothing
-                part.made = self._device.allocate(made_nbytes + self._more)
+            part.made = self._device.allocate(made_nbytes + self._more)
         return part
 
     def _check_headroom(self, span: Span, nbytes: int) -> None:

@@ -344,7 +344,11 @@ class _Exchange:
                 self._blocks_sent += 1
                 self._state.notify_all()
         assert self.report is not None, "the engine is told of what comes in"
-        self.report.finish(offer.read, offer.hops)
+        try:
+            self.report.finish(offer.read, offer.hops)
+        except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it; the others are told when it is this rank's turn
+            self.leave(FAILED, *blame_for(exc))
+            self.report.fail(exc)
 
     # -- on one node -----------------------------------------------------------------------------------------------------------
 

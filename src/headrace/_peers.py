@@ -29,7 +29,7 @@ from headrace.errors import HeadraceError, OptionError, PeerError
 
 _TIMEOUT_S: Final = 120.0
 _FAREWELL_S: Final = 5.0  # how long a rank that cannot begin stays, so that the others hear of it
-_NEVER: Final = timedelta(days=30)
+NEVER: Final = timedelta(days=30)
 _POLL_S: Final = 0.0005
 _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, after a connection broke
 
@@ -152,10 +152,11 @@ class Peers:
         Raises:
             PeerError: a rank has failed instead, speaks of something else, or did not come.
         """
+        word = pickle.dumps(_Word(about, what)).hex()  # where that fails the others hear of it at this step
         step, self._steps = self._steps, self._steps + 1
         keys = [f"{step}/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], pickle.dumps(_Word(about, what)).hex())
+            self._store.set(keys[self.rank], word)
             self._await_keys(keys, self.timeout_s)
             found = [pickle.loads(bytes.fromhex(str(self._store.get(key), "ascii"))) for key in keys]
             if step:
@@ -184,14 +185,18 @@ class Peers:
                 self.gather(_Failure(f"{type(error).__name__}: {error}"[:2000]), about="failure")
         self.close()
 
+    def store_for(self, purpose: str) -> Any:
+        """Of the store that the ranks share, a part that nothing else of this load, or of another one, writes to."""
+        return dist.PrefixStore(purpose, self._store)  # type: ignore[attr-defined]
+
     def connect(self) -> None:
         """Make the connections for `broadcast`. Raises PeerError where they cannot be made."""
         try:
             self._wire = dist.ProcessGroupGloo(
-                dist.PrefixStore("wire", self._store),  # type: ignore[attr-defined]
+                self.store_for("wire"),
                 self.rank,
                 self.size,
-                _NEVER,  # who is slow is waited for while it gives signs of life, and Gloo knows nothing of these
+                NEVER,  # who is slow is waited for while it gives signs of life, and Gloo knows nothing of these
             )
         except RuntimeError as exc:
             raise self.lost(exc) from exc

@@ -34,8 +34,7 @@ from headrace._plan import (
     Tensors,
 )
 from headrace._routes import cast_on_device, choose_route, pieces_from, read_unit
-from headrace._slices import Cut, Index, cut_slice, index_text
-from headrace.errors import OptionError
+from headrace._slices import Cut, Index, cut_slice, misfit
 
 _T = TypeVar("_T")
 
@@ -390,8 +389,7 @@ class _ShardPlanner:
                 pieces_from_nbytes=pieces_from(self.ability, self.shapes[i], index),
             )
         except (IndexError, TypeError, ValueError) as exc:
-            shown = f"{self.names[i]!r} of shape {list(self.shapes[i])}"
-            raise OptionError(f"slice {index_text(index)} does not fit tensor {shown}: {exc}", option="slices") from exc
+            raise misfit(self.names[i], self.shapes[i], index, exc) from exc
         wanted = math.prod(shape) * dtype.bits // 8
         if len(cuts) == 1 and cuts[0].pieces == 1 and cuts[0].shape is None and run.source == run.target:
             self._add_row_slice(i, cuts[0], shape, given=run.given)
@@ -421,10 +419,11 @@ class _ShardPlanner:
             return
         convert = Copy(run.source, run.target) if run.source != run.target else None
         piece, chunk = cut.nbytes // cut.pieces, self._thin_chunk(max(1, narrow // wide))
+        itemsizes = (wide, narrow) if convert is not None else (1, 1)  # what is not converted may be cut within an element
         if cut.pieces == 1 or piece > chunk:
             for k in range(cut.pieces):
                 begin, at = offset + k * cut.stride, position + k * piece // wide * narrow
-                yield from self._image_reads(begin, begin + piece, at, convert, (wide, narrow))
+                yield from self._image_reads(begin, begin + piece, at, convert, itemsizes)
             return
         group = chunk // piece
         for k in range(0, cut.pieces, group):

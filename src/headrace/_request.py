@@ -25,7 +25,7 @@ from headrace._progress import Progress, Snapshot
 from headrace._resident import Resident
 from headrace._routes import cast_on_device
 from headrace._selection import DTypeRule, Names, choose_casts, info_at, select, unknown_tensor
-from headrace._slices import Index, slice_shape
+from headrace._slices import Index, misfit, slice_shape
 from headrace._terms import Offer, Terms, agree_on_terms
 from headrace.errors import OptionError, SourceError
 from headrace.sources.base import ByteSource, MappableSource, is_in_memory, is_remote
@@ -195,8 +195,8 @@ class Request:
         target = self._open_device()
         in_place = self._in_place(target, peers)
         others = peers if not self.resident.shards else None  # in place, nothing is read from storage
-        terms = Terms() if others is None else self._agree_on_terms(others)
         destinations = self._destinations(into, target) if into is not None else {}
+        terms = Terms() if others is None else self._agree_on_terms(others, destinations)
         given = {name: destination.dtype for name, destination in destinations.items() if self._is_written_to(name, destination)}
         plan = self.plan(
             given=given, uncast=destinations.keys() - given.keys(), opening=True, shared=peers is not None and not terms.alone
@@ -384,7 +384,12 @@ class Request:
             compat=self.direct is not None and self.direct.compat,
         )
 
-    def _agree_on_terms(self, peers: Peers) -> Terms:
+    def _agree_on_terms(self, peers: Peers, destinations: Mapping[str, Destination]) -> Terms:
+        for name, index in self.slices.items():
+            try:
+                slice_shape(self.checkpoint[name].shape, index)
+            except (IndexError, TypeError, ValueError) as exc:
+                raise misfit(name, self.checkpoint[name].shape, index, exc) from exc
         if self.mappings:
             raise OptionError("mmap leaves nothing to share with a group; leave one of the two out", option="mmap")
         verified = [source for source in self.checkpoint.sources if isinstance(source, VerifiedSource)]
@@ -394,9 +399,11 @@ class Request:
         read = [source for source, rows in zip(self.checkpoint.sources, self.chosen, strict=True) if rows is None or rows]
         is_free = self.device_name == "cpu" and self.options.partition is None and all(map(is_in_memory, read))
         may_move = self.options.cast_at not in ("host", "device")
-        terms = agree_on_terms(peers, Offer(self.slices, peers.node, self._cast_at, may_move, is_free), self.checkpoint)
-        # What is read in blocks this rank takes a slice of too, be it all of it.
-        self.slices |= {name: ... for name in terms.blocked if name not in self.slices}
+        given = {name: (each.dtype, each.memory is not None, each.address is not None) for name, each in destinations.items()}
+        offer = Offer(self.slices, given, peers.node, self._cast_at, may_move, is_free)
+        terms = agree_on_terms(peers, offer, self.checkpoint)
+        # What others take slices of this rank takes a slice of too, be it all of it: so it has a span of its own on every rank.
+        self.slices |= {name: ... for name in terms.sliced if name not in self.slices}
         self._cast_at = terms.cast_at
         return terms
 

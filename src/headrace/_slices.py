@@ -16,6 +16,8 @@ from itertools import pairwise, product
 from types import EllipsisType
 from typing import TypeAlias
 
+from headrace.errors import OptionError
+
 
 class Parts:
     """Several stretches of one dimension, one after another in the result: a rank's share of a fused projection, say.
@@ -156,6 +158,12 @@ def cut_slice(
 def slice_shape(shape: Sequence[int], index: Index) -> tuple[int, ...]:
     """The shape of `tensor[index]`. Raises as `cut_slice`."""
     return _axes(shape, _expand(index, len(shape)))[1]
+
+
+def misfit(name: str, shape: Sequence[int], index: object, error: Exception) -> OptionError:
+    """For an index that `cut_slice` refused."""
+    shown = f"{name!r} of shape {list(shape)}"
+    return OptionError(f"slice {index_text(index)} does not fit tensor {shown}: {error}", option="slices")
 
 
 def _part_by_part(shape: Sequence[int], selectors: list[_Selector], dim: int) -> Iterator[list[_Selector]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,12 +21,14 @@ class Offer(NamedTuple):
 
     Attributes:
         slices: that it takes.
+        given: {tensor: the kind of memory that its caller gave for it}.
         node: what tells its node from others.
         cast_at: where it would convert dtypes. `may_move`: whether another place will do.
         needs_no_others: whether it gains nothing by another rank's reading.
     """
 
     slices: Mapping[str, Index]
+    given: Mapping[str, object]
     node: object
     cast_at: str
     may_move: bool
@@ -38,7 +40,7 @@ class Terms:
     """What holds for all ranks.
 
     Attributes:
-        slices: of each rank. `sliced`: names of tensors that any of them slices.
+        slices: of each rank. `sliced`: names of tensors that any of them slices, or gives other memory for than another one.
         blocked: those that are read in blocks.
         cast_at: where dtypes are converted.
         alone: whether each rank reads for itself.
@@ -64,7 +66,7 @@ def agree_on_terms(peers: Peers, offer: Offer, infos: Mapping[str, TensorInfo]) 
     """
     offers: list[Offer] = peers.gather(offer, about="slices")
     slices = tuple(theirs.slices for theirs in offers)
-    sliced = frozenset(name for each in slices for name in each)
+    sliced = frozenset(name for each in slices for name in each) | _given_otherwise([theirs.given for theirs in offers])
     narrow = len({theirs.node for theirs in offers}) > 1 or any(theirs.cast_at == "bus" for theirs in offers)
     cast_at = "bus" if offer.may_move and narrow else offer.cast_at
     of_sliced = {name: infos[name] for name in sorted(sliced)}
@@ -72,3 +74,8 @@ def agree_on_terms(peers: Peers, offer: Offer, infos: Mapping[str, TensorInfo]) 
     blocked = {name: info for name, info in of_sliced.items() if name in names}
     alone = not blocked and all(theirs.needs_no_others for theirs in offers)
     return Terms(slices, sliced, blocked, cast_at, alone)
+
+
+def _given_otherwise(given: Sequence[Mapping[str, object]]) -> set[str]:
+    """Tensors for which not all ranks have been given the same kind of memory: each of them plans these in another way."""
+    return {name for each in given for name, kind in each.items() if any(other.get(name) != kind for other in given)}

@@ -26,7 +26,7 @@ from headrace._cast import copy_cutout
 from headrace._filling import Hops, SlotFiller, landing_nbytes
 from headrace._leaving import FAILED, STOPPED, Leaving, check_status, start_beating, status_of
 from headrace._owners import Share, describe
-from headrace._peers import OfWorld, Peers
+from headrace._peers import NEVER, OfWorld, Peers
 from headrace._plan import Copy, Plan, Read
 from headrace._progress import Progress
 from headrace._ring import Issue, Ring, Slot
@@ -45,7 +45,7 @@ class _Wire:
     """Connections of a set of ranks. One load at a time has them.
 
     Attributes:
-        group: of torch.distributed; None until it is made.
+        group: a backend of torch.distributed; None until it is made.
         taken: by a load. `broken`: nobody uses them again.
     """
 
@@ -81,6 +81,8 @@ def join_wire(
     if backend is None:
         how = f"init_process_group('cpu:gloo,{kind}:nccl')"
         raise OptionError(f"the group has no backend for {kind}; start it with {how}, or use group='node'", option="group")
+    if backend not in ("gloo", "nccl"):
+        raise OptionError(f"ranks of several nodes exchange over nccl or gloo, not {backend}; use group='node'", option="group")
     peers.connect()
     wire = _take_wire(peers, backend)
     describe(progress, peers, plan, share, policy, over_memory=False)
@@ -107,11 +109,26 @@ def _take_wire(peers: Peers, backend: str) -> _Wire:
         if any(each.broken for each in wires):
             raise PeerError("the connections of this group's devices broke in an earlier load; start the ranks again")
         if wire.group is None:
-            wire.group = dist.new_group(peers.members, backend=backend, use_local_synchronization=True)
+            wire.group = _connected(peers, backend)
     except BaseException:
         wire.taken = False
         raise
     return wire
+
+
+def _connected(peers: Peers, backend: str) -> Any:
+    """Connections of these ranks and no others.
+
+    A group of `torch.distributed.new_group` would not do: one of some ranks only torch names by how many groups each of them is
+    in, and ranks that are in others besides then wait for each other for ever.
+    """
+    store = peers.store_for("device")
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, peers.rank, peers.size, NEVER)
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = NEVER  # who is slow is waited for; that everybody lives is seen elsewhere
+    return nccl(store, peers.rank, peers.size, options)
 
 
 def backend_of(config: str, kind: str) -> str | None:
@@ -367,8 +384,9 @@ class DeviceExchange(DeviceRounds):
             with cast("CollectiveDevice", self._device).collective([buffer]) as (whole,):
                 if read.span in self._blocks.rows:
                     return self._scatter(owner, offer, buffer, whole)
-                nbytes, source = landing_nbytes(read), self._peers.members[owner]
-                work = dist.broadcast(whole[:nbytes], src=source, group=self._wire.group, async_op=True)
+                nbytes, options = landing_nbytes(read), dist.BroadcastOptions()
+                options.rootRank = owner
+                work = self._wire.group.broadcast([whole[:nbytes]], options)
         except RuntimeError as exc:
             raise self._peers.lost(exc) from exc
         self._count(sent=nbytes * (self._peers.size - 1) if owns else 0, received=0 if owns else nbytes)
@@ -384,7 +402,7 @@ class DeviceExchange(DeviceRounds):
             ends, start = (whole[:0], whole[: sum(sent)], none, sent), sum(sent)
         else:
             ends, start = (whole[:mine], whole[:0], [mine if other == owner else 0 for other in range(size)], none), 0
-        work = dist.all_to_all_single(*ends, group=self._wire.group, async_op=True)
+        work = self._wire.group.alltoall_base(*ends)
         self._count(sent=start, received=0 if owner == rank else mine)
         return _Round(work, buffer, read._replace(position=part.position), read, start, mine, offer.hops)
 
@@ -433,11 +451,17 @@ class DeviceExchange(DeviceRounds):
         with self._state:
             if self._leaving is not None:  # nobody asks for them any more
                 return
-        if done.nbytes:
-            assert self._ring is not None
-            self._ring.send_outside(self._move, done, memoryview(b""))
         assert self.report is not None, "the engine is told of what comes in"
-        self.report.finish(done.asked, done.hops)
+        try:
+            if done.nbytes:
+                assert self._ring is not None
+                self._ring.send_outside(self._move, done, memoryview(b""))
+            self.report.finish(done.asked, done.hops)
+        except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it, and the others are told before the next round
+            self._fail(exc)
+            self.report.fail(exc)
+        finally:
+            del done  # this frame lives as long as the error's traceback
 
     def _await_work(self, done: _Round) -> None:
         self._peers.await_alive(done.work.is_completed)
