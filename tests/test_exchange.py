@@ -7,6 +7,7 @@ import select
 import signal
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from checkpoints import bytes_of
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import CASTS, alone, decide, error_of, run_ranks, values, write_model
+from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
-from headrace import OptionError, PeerError, SourceError
+from headrace import OptionError, PeerError, SourceChangedError, SourceError
 from headrace._node import Leaving, NodeMemory
 from headrace._partition import assign_owners
 from headrace.sources.file import FileSource
@@ -360,6 +362,59 @@ def fail_slowly(rank: int, path: Path) -> None:
     if rank == 2:
         NodeMemory.leave, NodeMemory.close = held_up, watched  # type: ignore[method-assign]
     fail_reading(rank, path, True)
+
+
+class _Changing(FaultySource):
+    """A source that turns out to have changed once something was read."""
+
+    has_changed = False
+
+    def check_unchanged(self) -> None:
+        if self.has_changed:
+            raise SourceChangedError("it has changed", url=self.url)
+
+
+def find_changed(rank: int, path: Path, one_node: bool, on_device: bool) -> None:
+    """Rank 1 finds that the first file has changed, when a tensor of it is complete that rank 0 has read."""
+    if not one_node:
+        alone()
+    sources: list[Any] = [headrace.open(file).sources[0] for file in sorted(path.glob("*.safetensors"))]
+    if rank == 1:
+        sources[0] = _Changing(sources[0], [])
+    with simulated_gpu("random") if on_device else nullcontext() as gpu:
+        device: Any = gpu.device if gpu is not None else "cpu"
+        with headrace.stream(sources, group=True, device=device, partition="files", memory_limit=0, concurrency=1) as tensors:
+            if rank == 1:
+                sources[0].has_changed = True
+            for _, tensor in tensors:
+                del tensor
+
+
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=needs_compiler)], ids=["host", "device"])
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+def test_a_rank_that_fails_when_a_tensor_is_complete_is_the_one_that_is_named(
+    rank_model: Path, one_node: bool, on_device: bool
+) -> None:
+    first, second = run_ranks(2, find_changed, rank_model, one_node, on_device, timeout_s=30)
+    assert isinstance(error_of(second), SourceChangedError)
+    error = error_of(first)
+    assert isinstance(error, PeerError)
+    assert (error.rank, "it has changed" in str(error)) == (1, True)
+
+
+def slice_wrongly(rank: int, path: Path, kind: str) -> None:
+    """One rank takes a slice that is none."""
+    wrong: Any = {"floats": slice(0.0, 2.0), "texts": slice("a", "b"), "function": lambda: 0, "too many": (0, 0, 0)}[kind]
+    headrace.load(path, group=True, slices={"0.layer.3.weight": slice(2, 4) if rank else wrong})
+
+
+@pytest.mark.parametrize("kind", ["floats", "texts", "function", "too many"])
+def test_a_slice_that_is_none_is_refused_where_it_was_given_and_the_others_hear_of_it(rank_model: Path, kind: str) -> None:
+    first, second = run_ranks(2, slice_wrongly, rank_model, kind, timeout_s=30)
+    assert isinstance(error_of(first), OptionError)
+    error = error_of(second)
+    assert isinstance(error, PeerError)
+    assert (error.rank, "OptionError" in str(error)) == (0, True)
 
 
 def test_a_reason_is_given_before_the_memory_that_it_is_written_to_is_let_go(rank_model: Path) -> None:
