@@ -1,9 +1,10 @@
-"""Random loads of several ranks: every rank has every tensor as it would be without the others, and none is refused or waits."""
+"""Random loads, by one process and by several ranks: all that is handed out is what the files hold, and nothing is refused."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,13 @@ from ranks import alone, decide, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
+import headrace._limits
+import headrace._node
+import headrace._peers
+import headrace._request
 from headrace._dtypes import DTYPES
 
-pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("rank_server")]
+pytestmark = needs_compiler
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 KINDS = (*FLOATS, "I32", "U8", "F8_E4M3", "BOOL", "I64")
@@ -100,28 +105,22 @@ class Case:
         return found
 
 
-def small_chunks() -> None:
-    """So that small tensors take many reads, in this process."""
-    import headrace._limits
-    import headrace._request
-
-    limits: Any = headrace._limits
-    kept = limits._abilities_of
-    limits._abilities_of = lambda *args, **given: replace(kept(*args, **given), chunk_nbytes=64 * KIB)
-    headrace._request.CHUNK_NBYTES = limits._LEAST_SLOT = 64 * KIB  # type: ignore[misc]
-    limits.STAGED_CACHED_CHUNK_NBYTES = limits.STAGED_CHUNK_NBYTES = 64 * KIB
+def small_chunks(put: Callable[[Any, str, Any], None]) -> None:
+    """So that small tensors take many reads. `put` is setattr."""
+    kept = headrace._limits._abilities_of
+    put(headrace._limits, "_abilities_of", lambda *args, **given: replace(kept(*args, **given), chunk_nbytes=64 * KIB))
+    put(headrace._request, "CHUNK_NBYTES", 64 * KIB)
+    for name in ("_LEAST_SLOT", "STAGED_CACHED_CHUNK_NBYTES", "STAGED_CHUNK_NBYTES"):
+        put(headrace._limits, name, 64 * KIB)
 
 
 def load_them(rank: int, folder: Path, first: int) -> list[str]:
     """Every load in turn; what was wrong."""
     decide()
-    small_chunks()
+    small_chunks(setattr)
     world = dist.get_world_size()
     dist.new_group(list(range(1, world)))  # so that ranks are in different numbers of groups
     wrong: list[str] = []
-    import headrace._node
-    import headrace._peers
-
     node: Any = headrace._node
     peers: Any = headrace._peers
     together = node._NAME, peers._node
@@ -136,11 +135,11 @@ def load_them(rank: int, folder: Path, first: int) -> list[str]:
         node._NAME, peers._node = together
         if not case.one_node:
             alone()
-        wrong += [f"seed {seed}: {what}" for what in load_one(case, rank, path)]
+        wrong += [f"seed {seed}: {what}" for what in load_one(case, rank, path, group=True, peer_timeout_s=20)]
     return wrong
 
 
-def load_one(case: Case, rank: int, path: Path) -> list[str]:
+def load_one(case: Case, rank: int, path: Path, **more: Any) -> list[str]:
     """One load; what was wrong."""
     expected = case.expected(rank)
     dtype = {name: DTYPES[kind].torch for name, kind in case.dtypes.items()}
@@ -153,9 +152,9 @@ def load_one(case: Case, rank: int, path: Path) -> list[str]:
                 if case.strided[rank] and room.dim():
                     room = torch.zeros((*room.shape, 2), dtype=room.dtype)[..., 0]
                 into[name] = gpu.device.tensor(room) if gpu is not None else room
-        arguments = {**case.arguments, "slices": case.slices[rank], "into": into, "dtype": dtype}
+        arguments = {**case.arguments, **more, "slices": case.slices[rank], "into": into, "dtype": dtype}
         try:
-            found = headrace.load(path, device="cpu" if gpu is None else gpu.device, group=True, peer_timeout_s=20, **arguments)
+            found = headrace.load(path, device="cpu" if gpu is None else gpu.device, **arguments)
         except Exception as exc:  # noqa: BLE001 - it goes to the test
             return [f"{type(exc).__name__}: {exc}"]
         bad = [name for name, tensor in found.items() if not is_same(tensor, expected[name])]
@@ -170,7 +169,23 @@ def is_same(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     return (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape) and bytes_of(plain) == bytes_of(wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 1000), (4, 2000)])
 def test_every_rank_has_what_it_would_have_alone(tmp_path: Path, world: int, first: int) -> None:
     found = values(run_ranks(world, load_them, tmp_path, first, timeout_s=150))
     assert [what for wrong in found for what in wrong] == []
+
+
+@pytest.mark.parametrize("first", [5000, *(pytest.param(5000 + 40 * i, marks=pytest.mark.slow) for i in range(1, 6))])
+def test_every_load_hands_out_what_is_in_its_files(tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch.setattr)
+    wrong = []
+    for seed in range(first, first + 40):
+        case = Case(seed, 1)
+        path = tmp_path / str(seed)
+        path.mkdir()
+        for i, shard in enumerate(case.shards):
+            write(path / f"{i}.safetensors", shard, data_start=seed % 8)
+        wrong += [f"seed {seed}: {what}" for what in load_one(case, 0, path)]
+    assert wrong == []
