@@ -218,7 +218,7 @@ MUTANTS = (
         "_relay.py",
         "            self._await_own_copy(before)\n",
         "            pass\n",
-        "every_device_has_every_tensor",
+        "filled_again_only",
         _RELAY,
     ),
     Mutant(
@@ -226,7 +226,7 @@ MUTANTS = (
         "_relay.py",
         "                    self._device.synchronize(event)\n                elif",
         "                    pass\n                elif",
-        "every_device_has_every_tensor",
+        "filled_again_only",
         _RELAY,
     ),
     Mutant(
@@ -234,7 +234,7 @@ MUTANTS = (
         "_relay.py",
         "if not self._left and (self._to_come or self._announced < len(self._own_rounds)):",
         "if not self._left and self._announced < len(self._own_rounds):",
-        "ends_early",
+        "reads_nothing_for_others",
         _RELAY,
     ),
     Mutant(

@@ -29,11 +29,13 @@ pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("rank_se
 NODES = pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
 
 
-def load(rank: int, path: Path, one_node: bool, arguments: dict[str, Any]) -> tuple[dict[str, bytes], int, int, int]:
+def load(
+    rank: int, path: Path, one_node: bool, arguments: dict[str, Any], mode: str = "random"
+) -> tuple[dict[str, bytes], int, int, int]:
     """Load to a device with all ranks; the bytes, and what was read, received and sent to the device."""
     if not one_node:
         alone()
-    with simulated_gpu("random") as gpu:
+    with simulated_gpu(mode) as gpu:
         with headrace.stream(path, device=gpu.device, group=True, **arguments) as tensors:
             kept = dict(tensors)
         found = {name: bytes_of(tensor) for name, tensor in kept.items()}
@@ -60,6 +62,18 @@ def test_every_device_has_every_tensor_and_each_byte_is_read_once(
         assert read + received == nbytes
         assert sent == nbytes if one_node else sent == read  # from its device to the others
     assert sum(read for _, read, _, _ in found) == nbytes
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@NODES
+def test_shared_slots_are_filled_again_only_when_all_copies_out_of_them_are_done(
+    rank_model: Path, world: int, one_node: bool
+) -> None:
+    """Devices carry out nothing before somebody waits for it."""
+    arguments = {"memory_limit": 0, "concurrency": 1}
+    found = values(run_ranks(world, load, rank_model, one_node, arguments, "manual"))
+    whole = {name: bytes_of(tensor) for name, tensor in headrace.load(rank_model).items()}
+    assert all(tensors == whole for tensors, _, _, _ in found)
 
 
 def load_counted(rank: int, path: Path, refused_on: int | None, arguments: dict[str, Any]) -> tuple[dict[str, bytes], Any]:
@@ -244,6 +258,32 @@ def test_a_rank_that_ends_early_is_named_to_the_others(rank_model: Path, how: st
         assert error.rank == 1
     if how == "fails":
         assert isinstance(error_of(outcomes[1]), SourceError)
+
+
+def stop_idle(rank: int, path: Path, one_node: bool) -> int:
+    """Two files, so that rank 2 reads nothing for others; it stops after a few tensors."""
+    if not one_node:
+        alone()
+    taken = 0
+    with (
+        simulated_gpu("random") as gpu,
+        headrace.stream(path, device=gpu.device, group=True, partition="files", memory_limit=0) as tensors,
+    ):
+        for _ in tensors:
+            taken += 1
+            if rank == 2 and taken == 4:
+                break
+    return taken
+
+
+@NODES
+def test_a_rank_that_reads_nothing_for_others_says_so_when_it_stops(rank_model: Path, one_node: bool) -> None:
+    outcomes = run_ranks(3, stop_idle, rank_model, one_node, timeout_s=30)
+    assert values(outcomes[2:]) == [4]
+    for outcome in outcomes[:2]:
+        error = error_of(outcome)
+        assert isinstance(error, PeerError)
+        assert (error.rank, "stopped before the end" in str(error)) == (2, True), error
 
 
 def load_in_place(rank: int, path: Path, refused_on: int | None) -> tuple[dict[str, bytes], int, list[str]]:
