@@ -78,4 +78,6 @@ def agree_on_terms(peers: Peers, offer: Offer, infos: Mapping[str, TensorInfo]) 
 
 def _given_otherwise(given: Sequence[Mapping[str, object]]) -> set[str]:
     """Tensors for which not all ranks have been given the same kind of memory: each of them plans these in another way."""
-    return {name for each in given for name, kind in each.items() if any(other.get(name) != kind for other in given)}
+    first, *others = given
+    names = {name for each in given for name in each}
+    return {name for name in names if any(each.get(name) != first.get(name) for each in others)}
