@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.ending import ends_its_children
 from harness.page import page
 
 HERE = Path(__file__).resolve().parent
@@ -24,8 +25,9 @@ def main() -> int:
         more = ["--simulated"] if name == "device" and not _has_gpu() else []
         quick = ["--quick"] if wanted.quick else []
         command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(wanted.out), *more, *quick]
-        if subprocess.run(command, check=False).returncode:
-            failed.append(name)
+        with ends_its_children():
+            if subprocess.run(command, check=False).returncode:
+                failed.append(name)
     found = wanted.render or [wanted.out / f"{name}.json" for name in (*_ALL, "device-simulated")]
     runs: list[dict[str, Any]] = [json.loads(path.read_text()) for path in found if path.exists()]
     wanted.page.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from harness import checkpoints, device_report
 from harness.device_cases import CASES, ON_REQUEST, QUICK_SETS, DeviceCase
+from harness.ending import ends_its_children
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CACHE = _ROOT / ".cache"
@@ -23,7 +24,11 @@ _LIMIT_S = 150
 
 def main() -> int:
     """Measure and report. Returns 0 also where a goal is missed, or where there is no GPU and nothing was measured."""
-    wanted = _arguments()
+    with ends_its_children():
+        return _run(_arguments())
+
+
+def _run(wanted: argparse.Namespace) -> int:
     if not wanted.simulated and (reason := _gpu_is_missing()):
         print(f"{reason}: nothing was measured on a GPU; --simulated counts copies on a simulated one")
         return 0

@@ -14,6 +14,8 @@ import sys
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from harness.ending import ends_its_children
+
 import headrace
 
 _MIB = 1 << 20
@@ -42,7 +44,9 @@ def main() -> int:
     for option in wanted:
         print(option)
         for number, (name, _, caller) in enumerate(WAYS[option]):
-            done = subprocess.run([sys.executable, __file__, "--one", path, option, str(number)], capture_output=True, text=True)
+            command = [sys.executable, __file__, "--one", path, option, str(number)]
+            with ends_its_children():
+                done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(done.stderr)
             found = json.loads(done.stdout)

@@ -191,21 +191,62 @@ def test_server_is_gone_after_its_case(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+STARTS = {
+    "a rank": f"node.run_together([{SLEEPS}] * 3, folder, folder)",
+    "a measurement": "runner.run_child({}, {}, sys.executable)",
+    "a server": f"servers._process({SLEEPS}, folder).__enter__()",
+    "a benchmark": f"subprocess.run({SLEEPS})",
+    "one that does not listen": f"subprocess.run(['env', '--ignore-signal=TERM', *{SLEEPS}])",
+}
+INTERRUPTED = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from harness import ending, node, runner, servers
+
+folder, number, turn, started = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), []
+
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        started.append(self.pid)
+        print(self.pid, flush=True)
+        if len(started) == turn:  # before anyone has got hold of it
+            os.kill(os.getpid(), number)
+
+subprocess.Popen, ending._GRACE_S = Popen, 0.2
+with ending.ends_its_children():
+    %s
+"""
+
+
+@pytest.mark.parametrize(("what", "turn"), [("a rank", 1), ("a rank", 3), *((what, 1) for what in [*STARTS][1:])])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_benchmark_that_is_ended_ends_what_it_is_about_to_start(tmp_path: Path, what: str, turn: int, number: int) -> None:
+    command = [sys.executable, "-c", INTERRUPTED % STARTS[what], str(tmp_path), str(int(number)), str(turn)]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + number, done.stderr
+    pids = done.stdout.split()
+    assert len(pids) == turn
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_benchmark_that_is_ended_ends_the_ranks_that_it_has_started(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_benchmark_that_is_ended_ends_the_ranks_that_it_has_started(tmp_path: Path, number: int, ranks: int) -> None:
     command = [sys.executable, BENCHMARKS / "ranks.py", "--quick", "--no-peers", "--cases", "warm_devices"]
     folders = ["--data", tmp_path / "data", "--out", tmp_path / "out"]
     with subprocess.Popen([*command, *folders], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as benchmark:
         children = Path(f"/proc/{benchmark.pid}/task/{benchmark.pid}/children")
-        ranks: list[str] = []
-        while len(ranks) < 4:
+        started: list[str] = []
+        while len(started) < ranks:
             assert benchmark.poll() is None
-            threading.Event().wait(0.02)
-            ranks = children.read_text().split()
+            threading.Event().wait(0.001)
+            started = children.read_text().split()
         benchmark.send_signal(number)
         assert benchmark.wait(30) == 128 + number
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 
 def test_case_without_its_server_says_why(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -13,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any
 
 from harness import checkpoints, report
 from harness.cases import Case
+from harness.ending import ends_its_children
 from harness.runner import Runner
 from harness.servers import Servers
 
@@ -51,9 +50,10 @@ class Benchmark:
 
     def main(self) -> int:
         """Measure and report. Returns 0 also where a goal is missed: a shared machine decides no merge."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # in a shell's background, too, where Ctrl-C is ignored else
-            signal.signal(number, _leave)
-        arguments = self._arguments()
+        with ends_its_children():
+            return self._run(self._arguments())
+
+    def _run(self, arguments: argparse.Namespace) -> int:
         cases = [case for case in self.cases if self._wanted(case.name, arguments)]
         if not cases:
             print(f"no case fits {arguments.cases!r}; there are: {', '.join(case.name for case in self.cases)}", file=sys.stderr)
@@ -117,8 +117,3 @@ class Benchmark:
 
 def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """End by an exception, so that processes that were started are ended."""
-    raise SystemExit(128 + number)
