@@ -41,6 +41,7 @@ from simulated_gpu import Gpu, needs_compiler, simulated_gpu
 
 import headrace
 from headrace._dtypes import DTYPES
+from headrace._engine import Engine
 from headrace.errors import DeviceError, LoadError, OptionError, PinningError, SourceChangedError, SourceError, StreamError
 from headrace.testing import Block, Change, Fault, Raise
 
@@ -652,6 +653,26 @@ def test_a_call_that_fails_ends_the_load_with_a_device_error(gpu: Gpu, function:
     assert function in str(caught.value)
     assert_over(source)
     assert gpu.runtime.live().registered == 0
+
+
+@pytest.mark.parametrize("function", ["cudaMemcpyAsync", "cudaEventRecord"])
+def test_readers_that_fail_after_the_device_and_are_heard_first_say_the_same(
+    gpu: Gpu, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail, failing, heard = Engine.fail, threading.Lock(), threading.Event()
+
+    def late(self: Engine, error: BaseException) -> None:
+        if failing.acquire(blocking=False):
+            heard.wait(1)  # the first to fail is the last to say so, where another one fails as well
+        fail(self, error)
+        heard.set()
+
+    monkeypatch.setattr(Engine, "fail", late)
+    source, tensors = opened(gpu, memory_limit=64 * MIB)
+    gpu.runtime.fail(function, after=2, code=719)
+    with pytest.raises(DeviceError, match=function):
+        keep_all(tensors, {})
+    assert_over(source)
 
 
 def test_an_error_after_an_error_of_the_device_is_raised_as_well(gpu: Gpu) -> None:

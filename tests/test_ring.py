@@ -214,12 +214,18 @@ def test_a_copy_that_no_event_tells_of_ends_the_ring_and_is_waited_for(gpu: Gpu)
     target = gpu.device.allocate(64 * KIB)
     gpu.runtime.fail("cudaEventRecord", code=1)
     with ring_of(gpu, 2) as ring:
-        slot = ring.take()
+        slot, other = ring.take(), ring.take()
         data = ring.settle(slot, slot.view)
-        with pytest.raises(DeviceError):
+        with pytest.raises(DeviceError) as caught:
             ring.send(slot, copy_to(gpu, target), 0, data)
-        with pytest.raises(StreamError):  # the slot may still be read by the device
-            ring.take()
+        for use in (
+            ring.take,  # the slot may still be read by the device
+            lambda: ring.send(other, copy_to(gpu, target), 1, data),
+            lambda: ring.send_outside(copy_to(gpu, target), 1, data),
+        ):
+            with pytest.raises(DeviceError, match="cudaEventRecord") as again:
+                use()
+            assert again.value is not caught.value  # its traceback would hold memory
     assert gpu.runtime.stats().finished == 1
     del target
 

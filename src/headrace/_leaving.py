@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from copy import copy
 from typing import Final, NamedTuple
 
 import torch
 
-from headrace.errors import HeadraceError, PeerError, StreamError
+from headrace.errors import PeerError
 
 WELL, STOPPED, FAILED = 0, 1, 2
 
@@ -73,13 +72,6 @@ def blame_for(error: BaseException) -> tuple[str, int | None]:
     if isinstance(error, PeerError):
         return str(error), error.rank
     return f"{type(error).__name__}: {error}", None
-
-
-def reason_after(failed: BaseException | None) -> BaseException:
-    """What ends a reader that waits for another rank: the error of the one that failed first."""
-    if isinstance(failed, HeadraceError):
-        return copy(failed).with_traceback(None)
-    return StreamError("the stream is closed")
 
 
 def start_beating(ended: threading.Event, timeout_s: float, beat: Callable[[], None]) -> None:

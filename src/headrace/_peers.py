@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from headrace._leaving import beat_s, start_beating
 from headrace.errors import HeadraceError, OptionError, PeerError
 
 _TIMEOUT_S: Final = 120.0
@@ -32,8 +34,10 @@ _FAREWELL_S: Final = 5.0  # how long a rank that cannot begin stays, so that the
 NEVER: Final = timedelta(days=30)
 _POLL_S: Final = 0.0005
 _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, after a connection broke
-
+_LOOK_S: Final = 0.25  # how often to look whether one broke elsewhere
 _SLICE_S: Final = 0.05  # how long to wait in the store at a time
+_BROKE: Final = "broke"  # a key of the store: somebody has lost a connection
+_GONE: Final = "gone"  # and this one: the rank that somebody found to be gone
 
 _T = TypeVar("_T")
 
@@ -71,6 +75,13 @@ class _Word(NamedTuple):
 
     about: str
     what: Any
+
+
+class _Missing(NamedTuple):
+    """Ranks that did not come in time, those that gave no sign of life first."""
+
+    ranks: list[int]
+    silent: int  # how many of them
 
 
 class Peers:
@@ -121,7 +132,7 @@ class Peers:
         self._prefix, self._phases = prefix, 0
         self._store = dist.PrefixStore(prefix, _get_default_store())  # type: ignore[attr-defined]
         self._steps = self._beat_count = 0
-        self._agreed = False
+        self._agreed = self._surveyed = False
         self._wire: Any = None
 
     def next_phase(self) -> Peers:
@@ -157,7 +168,8 @@ class Peers:
         keys = [f"{step}/{rank}" for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], word)
-            self._await_keys(keys, self.timeout_s)
+            if missing := self._await_keys(keys, self.timeout_s).ranks:
+                raise PeerError(f"rank {missing[0]} did not come to load within {self.timeout_s:g} s", rank=missing[0])
             found = [pickle.loads(bytes.fromhex(str(self._store.get(key), "ascii"))) for key in keys]
             if step:
                 self._store.delete_key(f"{step - 1}/{self.rank}")  # all have read it, since they are at this step
@@ -191,15 +203,43 @@ class Peers:
 
     def connect(self) -> None:
         """Make the connections for `broadcast`. Raises PeerError where they cannot be made."""
+        self._wire = self.connected_by_gloo("wire")
+
+    def connected_by_gloo(self, purpose: str) -> Any:
+        """A backend of torch.distributed for these ranks, over which they wait for each other for ever: who is slow is waited for
+        while it gives signs of life, and Gloo knows nothing of these.
+
+        Gloo connects on a thread of its own, which is left behind where that fails: a rank that is gone is noticed by its missing
+        signs of life, and by Gloo after five times its time limit. It has a store of its own, as nobody else of this process can
+        speak in the one that it waits in (torch before 2.5 cannot copy one).
+
+        Raises:
+            PeerError: the connections could not be made, or a rank gave no sign of life meanwhile.
+        """
+        store, limit, made = self.store_for(purpose), timedelta(seconds=2 * self.timeout_s), Future[Any]()
+        if hasattr(store, "clone"):
+            store = store.clone()
+
+        def make() -> None:
+            try:
+                made.set_result(dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+            except BaseException as exc:  # noqa: BLE001 - who waits raises it
+                made.set_exception(exc)
+
+        threading.Thread(target=make, name="headrace-connect", daemon=True).start()
+        connected = threading.Event()
+        start_beating(connected, self.timeout_s, self.beat)
         try:
-            self._wire = dist.ProcessGroupGloo(
-                self.store_for("wire"),
-                self.rank,
-                self.size,
-                NEVER,  # who is slow is waited for while it gives signs of life, and Gloo knows nothing of these
-            )
+            self.await_alive(made.done)
+            group = made.result()
+        except PeerError:
+            raise
         except RuntimeError as exc:
             raise self.lost(exc) from exc
+        finally:
+            connected.set()
+        group._set_default_timeout(NEVER)
+        return group
 
     def broadcast(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
         """Send, or receive into, these tensors. Raises PeerError where a rank is gone."""
@@ -249,12 +289,13 @@ class Peers:
 
     def await_alive(self, is_done: Callable[[], bool]) -> None:
         """Until something is done, which may take as long as it likes while every rank gives signs of life. Raises PeerError."""
-        seen, since, nap = self._beats(), time.monotonic(), threading.Event()
+        nap, signs, look_at = threading.Event(), _Signs(self), time.monotonic() + _LOOK_S
         while not is_done():
             nap.wait(_POLL_S)
-            if time.monotonic() - since > self.timeout_s:
-                before, seen, since = seen, self._beats(), time.monotonic()
-                self._check_beats(before, seen)
+            if (now := time.monotonic()) > look_at:
+                look_at = now + _LOOK_S
+                self._check_unbroken()
+                signs.check()
 
     def beat(self) -> None:
         """Give a sign of life."""
@@ -269,41 +310,46 @@ class Peers:
             with suppress(RuntimeError):
                 wire.abort()
 
-    def _await_keys(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Until all ranks have written theirs. Raises PeerError about the first that has not.
+    def _await_keys(self, keys: Sequence[str], timeout_s: float) -> _Missing:
+        """Until all ranks have written theirs, giving signs of life meanwhile. Who has not, after a while; nobody as a rule.
 
         A little at a time: while a store waits in one thread, no other one of the process can write to it what the ranks of
         another load wait for.
         """
-        until = time.monotonic() + timeout_s
+        began = looked = time.monotonic()
+        before: list[bytes] = []
         while True:
             with suppress(RuntimeError):
                 self._store.wait(list(keys), timedelta(seconds=min(_SLICE_S, timeout_s)))
-                return
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if not missing:
-                return
-            if time.monotonic() > until:
-                raise PeerError(f"rank {missing[0]} did not come to load within {timeout_s:g} s", rank=missing[0])
+                return _Missing([], 0)
+            if self._store.check(list(keys)):
+                return _Missing([], 0)
+            now = time.monotonic()
+            if now - began > timeout_s:
+                break
+            if now - looked > min(_LOOK_S, timeout_s / 4):
+                looked = now
+                self.beat()
+                before = before or self._beats()
+                self._check_unbroken()
+        beats = self._beats()
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        living = [rank for rank in missing if before and beats[rank] != before[rank]]
+        silent = [rank for rank in missing if rank not in living]
+        return _Missing([*silent, *living], len(silent))
 
     def _wait(self, work: Any) -> None:
         """Wait for an operation; it may take as long as it likes, so long as every rank gives signs of life."""
-        seen = self._beats()
+        signs = _Signs(self)
         while True:
             try:
-                work.wait(timedelta(seconds=self.timeout_s))
+                work.wait(timedelta(seconds=signs.due_s()))
             except RuntimeError:
                 if work.is_completed():
                     raise
-                before, seen = seen, self._beats()
-                self._check_beats(before, seen)
+                signs.check()
             else:
                 return
-
-    def _check_beats(self, before: Sequence[bytes], now: Sequence[bytes]) -> None:
-        silent = [rank for rank in range(self.size) if now[rank] == before[rank] and rank != self.rank]
-        if silent:
-            raise PeerError(f"rank {silent[0]} gave no sign of life for {self.timeout_s:g} s", rank=silent[0]) from None
 
     def _beats(self) -> list[bytes]:
         keys = [f"beat/{rank}" for rank in range(self.size)]
@@ -311,19 +357,64 @@ class Peers:
             return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
         return [b""] * self.size
 
+    def _check_unbroken(self) -> None:
+        """Raise PeerError, about the rank that is gone, where another one has lost a connection."""
+        broke = False
+        with suppress(RuntimeError):  # who misses the store finds out by the connections
+            broke = not self._surveyed and self._store.check([_BROKE])
+        if broke:
+            raise self.lost(RuntimeError("another rank lost its connection"))
+
     def lost(self, error: RuntimeError) -> PeerError:
         """Who is gone, after a connection broke: the one that does not say within a while that it is alive."""
         rank = self._survey()
-        named = f"rank {rank} is gone" if rank is not None else "the connection to another rank broke"
-        return PeerError(f"{named}: {str(error).splitlines()[0][:200]}", rank=rank)
+        if rank is None:
+            return PeerError(f"the connection to another rank broke: {str(error).splitlines()[0][:200]}")
+        return self.gone(rank, f"rank {rank} is gone: {str(error).splitlines()[0][:200]}")
+
+    def gone(self, rank: int, why: str) -> PeerError:
+        """The error about a rank that is gone. The others have had time to hear of it: the store may end with this process."""
+        with suppress(RuntimeError):
+            self._store.set(_BROKE, "1")
+            self._store.set(_GONE, str(rank))
+            threading.Event().wait(2 * _LOOK_S)
+        return PeerError(why, rank=rank)
 
     def _survey(self) -> int | None:
+        self._surveyed = True
         keys = [f"alive/{rank}" for rank in range(self.size)]
         try:
+            if self._store.check([_GONE]):
+                return int(self._store.get(_GONE))
+            self._store.set(_BROKE, "1")
             self._store.set(keys[self.rank], "1")
-            self._await_keys(keys, _SURVEY_S)
-        except PeerError as exc:
-            return exc.rank
+            missing = self._await_keys(keys, min(_SURVEY_S, self.timeout_s))
         except RuntimeError:
             return 0 if self.rank else None  # the process that keeps the store, as a rule the first one
-        return None
+        return missing.ranks[0] if missing.silent else None
+
+
+class _Signs:
+    """Whether the other ranks give signs of life while this one waits for something.
+
+    The first look is after a moment, as most waiting is over by then and each look asks the store about every rank.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers, self._seen = peers, list[bytes]()
+        self._look_at = time.monotonic() + beat_s(peers.timeout_s)
+
+    def due_s(self) -> float:
+        """Until the next look."""
+        return max(0.001, self._look_at - time.monotonic())
+
+    def check(self) -> None:
+        """Look, if it is time. Raises PeerError about a rank that gave no sign of life since the last look."""
+        if time.monotonic() < self._look_at:
+            return
+        peers, before = self._peers, self._seen
+        self._seen = peers._beats()
+        self._look_at = time.monotonic() + peers.timeout_s
+        silent = [rank for rank, beat in enumerate(before) if beat == self._seen[rank] and rank != peers.rank]
+        if silent:
+            raise peers.gone(silent[0], f"rank {silent[0]} gave no sign of life for {peers.timeout_s:g} s") from None

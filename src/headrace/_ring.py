@@ -27,9 +27,10 @@ from headrace._addresses import move, view_at
 from headrace._interpreter import join
 from headrace._machine import available_cpus
 from headrace._pinned import Ladder, PinnedMemory, shelf
+from headrace._reasons import reason_after
 from headrace._staging import PAGE, Region, round_up
 from headrace.devices.base import Device
-from headrace.errors import DeviceError, PinningError, StreamError
+from headrace.errors import DeviceError, PinningError
 
 _T = TypeVar("_T")
 
@@ -108,6 +109,7 @@ class Ring:
         self.pinned: bool | None = None
         self._ladder, self._climbing = Ladder(), threading.Lock()
         self._error: BaseException | None = None
+        self._broken: BaseException | None = None  # why nothing is copied any more; this may be reported before the error itself
         self._work = threading.Condition()  # which slots need memory
         self._keep = keep and pin != "off"
         kept = shelf.take(device, self._slot_nbytes, slots) if self._keep else None
@@ -191,7 +193,7 @@ class Ring:
         """Queue the copies out of a slot, by `issue(what, data, slot.pinned)`. It is taken again when they are done.
 
         Raises:
-            StreamError: the ring was closed meanwhile.
+            StreamError: the ring was closed meanwhile. The error of another one's copies: they could not be queued.
         """
         with self._lock:
             self._check_open()
@@ -199,8 +201,9 @@ class Ring:
             try:
                 issue(what, data, slot.pinned)  # no closure: it would keep the memory as long as an error's traceback
                 self._device.record(slot.event)
-            except BaseException:
+            except BaseException as exc:
                 self._memory.untracked = True  # a copy may be under way that no event tells of
+                self._broken = reason_after(exc)
                 raise
 
     def send_outside(self, issue: Issue[_T], what: _T, data: memoryview) -> None:
@@ -217,7 +220,7 @@ class Ring:
 
     def _check_open(self) -> None:
         if self._memory.closed or self._memory.untracked:
-            raise StreamError("the stream is closed")
+            raise reason_after(self._broken)
 
     @property
     def used_nbytes(self) -> int:

@@ -9,11 +9,12 @@ from typing import Protocol
 
 from headrace._blocks import Blocks
 from headrace._filling import Hops
-from headrace._leaving import FAILED, blame_for, reason_after
+from headrace._leaving import FAILED, blame_for
 from headrace._owners import Share
 from headrace._peers import Peers
 from headrace._plan import Plan, Read
 from headrace._progress import Progress
+from headrace._reasons import reason_after
 from headrace.devices.base import Device
 from headrace.sources.base import ByteSource
 

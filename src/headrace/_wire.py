@@ -122,13 +122,12 @@ def _connected(peers: Peers, backend: str) -> Any:
     A group of `torch.distributed.new_group` would not do: one of some ranks only torch names by how many groups each of them is
     in, and ranks that are in others besides then wait for each other for ever.
     """
-    store = peers.store_for("device")
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, peers.rank, peers.size, NEVER)
+        return peers.connected_by_gloo("device")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = NEVER  # who is slow is waited for; that everybody lives is seen elsewhere
-    return nccl(store, peers.rank, peers.size, options)
+    return nccl(peers.store_for("device"), peers.rank, peers.size, options)
 
 
 def backend_of(config: str, kind: str) -> str | None:

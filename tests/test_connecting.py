@@ -1,0 +1,99 @@
+"""Ranks of several nodes that make their connections while one of them is killed, or stopped: the others name it, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import alone, error_of, run_ranks, values
+from simulated_gpu import needs_compiler, simulated_gpu
+
+import headrace
+from headrace.errors import PeerError
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rank_server")]
+
+LOST = 1
+TIMEOUT_S = 2.0
+DEVICES = [("cpu", 1), *(pytest.param("gpu", nth, marks=needs_compiler) for nth in (1, 2))]
+
+
+def free_port() -> int:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        return int(reserved.getsockname()[1])
+
+
+def speak_over_tcp(rank: int, port: int) -> None:
+    """As torchrun has it: a store in which nobody else of a process can speak while one waits. It ends with rank 0."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+
+
+def lose(rank: int, path: Path, device: str, nth: int, number: int, late_s: float, port: int | None) -> None:
+    """One rank gets a signal when it makes its connections, `late_s` after it began to: the others come later still."""
+    alone()
+    if port is not None:
+        speak_over_tcp(rank, port)
+    make, made = dist.ProcessGroupGloo, [0]
+
+    def connect(*arguments: Any) -> Any:
+        made[0] += 1
+        if made[0] == nth and rank == LOST:
+            threading.Timer(late_s, os.kill, (os.getpid(), number)).start() if late_s else os.kill(os.getpid(), number)
+        elif made[0] == nth:
+            threading.Event().wait(2 * late_s)
+        return make(*arguments)
+
+    dist.ProcessGroupGloo = connect  # type: ignore[misc]
+    load(path, device, TIMEOUT_S)
+
+
+def load(path: Path, device: str, timeout_s: float) -> int:
+    arguments: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if device == "gpu":
+            arguments["device"] = stack.enter_context(simulated_gpu("random")).device
+        with headrace.stream(path, group=True, peer_timeout_s=timeout_s, **arguments) as tensors:
+            return sum(1 for _ in tensors)
+
+
+@pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "file"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("late_s", [0, 0.3])
+@pytest.mark.parametrize(("device", "nth"), DEVICES)
+def test_a_rank_that_is_lost_while_connections_are_made_is_named(
+    rank_model: Path, device: str, nth: int, number: int, late_s: float, over_tcp: bool
+) -> None:
+    port = free_port() if over_tcp else None
+    outcomes = run_ranks(3, lose, rank_model, device, nth, number, late_s, port, hanging=LOST)
+    errors = [error_of(outcome) for rank, outcome in enumerate(outcomes) if rank != LOST]
+    assert [(type(error), getattr(error, "rank", None)) for error in errors] == [(PeerError, LOST)] * 2, errors
+
+
+def connect_late(rank: int, path: Path, device: str, nth: int, port: int) -> int:
+    """One rank takes longer for its connections than a rank may be silent."""
+    alone()
+    speak_over_tcp(rank, port)
+    make, made = dist.ProcessGroupGloo, [0]
+
+    def connect(*arguments: Any) -> Any:
+        made[0] += 1
+        if made[0] == nth and rank == LOST:
+            threading.Event().wait(1.5 * TIMEOUT_S)
+        return make(*arguments)
+
+    dist.ProcessGroupGloo = connect  # type: ignore[misc]
+    return load(path, device, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("device", "nth"), DEVICES)
+def test_a_rank_that_is_slow_to_connect_is_waited_for(rank_model: Path, device: str, nth: int) -> None:
+    assert values(run_ranks(3, connect_late, rank_model, device, nth, free_port())) == [len(headrace.load(rank_model))] * 3
