@@ -1,4 +1,4 @@
-"""Ranks of several nodes that make their connections while one of them is killed, or stopped: the others name it, and none hangs."""
+"""Ranks of several nodes that connect while one of them is killed, or stopped: the others name it, and none hangs."""
 
 from __future__ import annotations
 

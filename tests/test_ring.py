@@ -7,6 +7,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from checkpoints import KIB, MIB
@@ -211,23 +212,22 @@ def test_off_registers_nothing_and_starts_no_thread(gpu: Gpu) -> None:
 
 
 def test_a_copy_that_no_event_tells_of_ends_the_ring_and_is_waited_for(gpu: Gpu) -> None:
-    target = gpu.device.allocate(64 * KIB)
+    copy = copy_to(gpu, gpu.device.allocate(64 * KIB))
     gpu.runtime.fail("cudaEventRecord", code=1)
     with ring_of(gpu, 2) as ring:
         slot, other = ring.take(), ring.take()
         data = ring.settle(slot, slot.view)
         with pytest.raises(DeviceError) as caught:
-            ring.send(slot, copy_to(gpu, target), 0, data)
+            ring.send(slot, copy, 0, data)
         for use in (
             ring.take,  # the slot may still be read by the device
-            lambda: ring.send(other, copy_to(gpu, target), 1, data),
-            lambda: ring.send_outside(copy_to(gpu, target), 1, data),
+            partial(ring.send, other, copy, 1, data),
+            partial(ring.send_outside, copy, 1, data),
         ):
             with pytest.raises(DeviceError, match="cudaEventRecord") as again:
                 use()
             assert again.value is not caught.value  # its traceback would hold memory
     assert gpu.runtime.stats().finished == 1
-    del target
 
 
 def test_a_copy_that_cannot_be_waited_for_leaves_its_slot_in_flight(gpu: Gpu) -> None:
