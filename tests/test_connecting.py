@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,23 +24,21 @@ TIMEOUT_S = 2.0
 DEVICES = [("cpu", 1), *(pytest.param("gpu", nth, marks=needs_compiler) for nth in (1, 2))]
 
 
-def free_port() -> int:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        return int(reserved.getsockname()[1])
-
-
-def speak_over_tcp(rank: int, port: int) -> None:
+def speak_over_tcp(rank: int) -> None:
     """As torchrun has it: a store in which nobody else of a process can speak while one waits. It ends with rank 0."""
+    served = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)] if rank == 0 else []
+    port = [served[0].port if served else None]
+    dist.broadcast_object_list(port, src=0)
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    store = served[0] if served else dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 
 
-def lose(rank: int, path: Path, device: str, nth: int, number: int, late_s: float, port: int | None) -> None:
+def lose(rank: int, path: Path, device: str, nth: int, number: int, late_s: float, over_tcp: bool) -> None:
     """One rank gets a signal when it makes its connections, `late_s` after it began to: the others come later still."""
     alone()
-    if port is not None:
-        speak_over_tcp(rank, port)
+    if over_tcp:
+        speak_over_tcp(rank)
     make, made = dist.ProcessGroupGloo, [0]
 
     def connect(*arguments: Any) -> Any:
@@ -56,13 +53,16 @@ def lose(rank: int, path: Path, device: str, nth: int, number: int, late_s: floa
     load(path, device, TIMEOUT_S)
 
 
-def load(path: Path, device: str, timeout_s: float) -> int:
-    arguments: dict[str, Any] = {}
+def load(path: Path, device: str, timeout_s: float, *, nap_s: float = 0) -> int:
+    """All of it, with a nap after the first tensor; how many tensors there are."""
+    arguments: dict[str, Any] = {"memory_limit": 0}
     with ExitStack() as stack:
         if device == "gpu":
             arguments["device"] = stack.enter_context(simulated_gpu("random")).device
         with headrace.stream(path, group=True, peer_timeout_s=timeout_s, **arguments) as tensors:
-            return sum(1 for _ in tensors)
+            next(tensors)
+            threading.Event().wait(nap_s)
+            return 1 + sum(1 for _ in tensors)
 
 
 @pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "file"])
@@ -72,16 +72,15 @@ def load(path: Path, device: str, timeout_s: float) -> int:
 def test_a_rank_that_is_lost_while_connections_are_made_is_named(
     rank_model: Path, device: str, nth: int, number: int, late_s: float, over_tcp: bool
 ) -> None:
-    port = free_port() if over_tcp else None
-    outcomes = run_ranks(3, lose, rank_model, device, nth, number, late_s, port, hanging=LOST)
+    outcomes = run_ranks(3, lose, rank_model, device, nth, number, late_s, over_tcp, hanging=LOST)
     errors = [error_of(outcome) for rank, outcome in enumerate(outcomes) if rank != LOST]
     assert [(type(error), getattr(error, "rank", None)) for error in errors] == [(PeerError, LOST)] * 2, errors
 
 
-def connect_late(rank: int, path: Path, device: str, nth: int, port: int) -> int:
+def connect_late(rank: int, path: Path, device: str, nth: int) -> int:
     """One rank takes longer for its connections than a rank may be silent."""
     alone()
-    speak_over_tcp(rank, port)
+    speak_over_tcp(rank)
     make, made = dist.ProcessGroupGloo, [0]
 
     def connect(*arguments: Any) -> Any:
@@ -96,4 +95,20 @@ def connect_late(rank: int, path: Path, device: str, nth: int, port: int) -> int
 
 @pytest.mark.parametrize(("device", "nth"), DEVICES)
 def test_a_rank_that_is_slow_to_connect_is_waited_for(rank_model: Path, device: str, nth: int) -> None:
-    assert values(run_ranks(3, connect_late, rank_model, device, nth, free_port())) == [len(headrace.load(rank_model))] * 3
+    assert values(run_ranks(3, connect_late, rank_model, device, nth)) == [len(headrace.load(rank_model))] * 3
+
+
+def wait_for_a_late_one(rank: int, path: Path, device: str, log: str) -> str:
+    """What a rank's process says while it waits for another one, which is late at the start and slow afterwards."""
+    alone()
+    speak_over_tcp(rank)
+    os.dup2(os.open(f"{log}-{rank}", os.O_CREAT | os.O_WRONLY, 0o600), 2)
+    if rank == LOST:
+        threading.Event().wait(0.5)
+    load(path, device, TIMEOUT_S, nap_s=1.5 * TIMEOUT_S if rank == LOST else 0)
+    return Path(f"{log}-{rank}").read_text()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=needs_compiler)])
+def test_ranks_that_wait_for_another_do_so_in_silence(rank_model: Path, tmp_path: Path, device: str) -> None:
+    assert values(run_ranks(3, wait_for_a_late_one, rank_model, device, str(tmp_path / "said"))) == [""] * 3

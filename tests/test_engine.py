@@ -626,6 +626,20 @@ def test_a_failed_load_into_says_exactly_what_was_filled(concurrency: int) -> No
     assert all(given[name]._version > versions[name] for name in filled), "what was written to must not pass for unchanged"
 
 
+def test_what_readers_fill_after_the_error_is_said_to_be_filled() -> None:
+    given = {name: torch.full((300 * KIB,), SENTINEL, dtype=torch.uint8) for name in LARGE}
+    slow, fault = Block(), SourceError("the disk is gone", url="memory:")
+    source = WatchedSource(LARGE_BYTES, [Fault(nth_data_read(3), slow), Fault(nth_data_read(5), Raise(fault))])
+    later = threading.Timer(0.5, slow.release.set)
+    later.start()
+    with pytest.raises(LoadError) as caught:
+        headrace.load(source, into=given, memory_limit=0, concurrency=4)
+    later.join()
+    filled = caught.value.filled
+    assert "t003" in filled
+    assert sorted(filled) == [name for name in LARGE if bytes_of(given[name]) == LARGE[name].data]
+
+
 def test_an_interrupt_of_the_only_read_into_a_tensor_stays_an_interrupt() -> None:
     # One read needs no thread of its own: the signal arrives while the caller's thread reads.
     source = WatchedSource(serialize({"t": LARGE["t000"]}), [Fault(nth_data_read(0), Raise(KeyboardInterrupt()))])

@@ -158,6 +158,11 @@ class Engine:
             for index in self._finished_spans():
                 yield from self._hand_out(index)
                 self._left -= 1
+        except BaseException as exc:
+            if self._errors and exc is self._errors[0]:
+                self.stop()  # readers are at work until then: more is filled, or fails
+                self._explain(exc, self._errors[1:])
+            raise
         finally:
             self.stop()
 
@@ -194,7 +199,7 @@ class Engine:
                         self._stay_if_daemon()
                         raise StreamError("the stream is closed")
                     if self._errors:
-                        raise self._failure()
+                        raise self._errors[0]
                     if self._can_take():
                         return self._take_ready()
                     if self._reader_waits and self._nothing_in_flight():
@@ -251,17 +256,14 @@ class Engine:
             self.progress.tensors += done - span.first
             self.progress.tensor_nbytes += sum(sizes[span.first : done])
 
-    def _failure(self) -> BaseException:
-        """The first error, the others attached."""
-        first, *others = self._errors
+    def _explain(self, first: BaseException, others: Sequence[BaseException]) -> None:
+        """Attach the others to the first error. Raises LoadError in its place where tensors were given and some are filled now."""
         if isinstance(first, HeadraceError):
             first.others = tuple(others)
-        if not self.job.into_given or not isinstance(first, Exception):  # an interrupt stays one
-            return first
-        filled = tuple(self.landing.filled)
-        error = LoadError(f"the load into given tensors stopped when {len(filled)} of them were filled: {first}", filled=filled)
-        error.__cause__ = first
-        return error
+        if self.job.into_given and isinstance(first, Exception):  # an interrupt stays one
+            filled = tuple(self.landing.filled)
+            what = f"the load into given tensors stopped when {len(filled)} of them were filled: {first}"
+            raise LoadError(what, filled=filled) from first
 
     # -- the readers' side -----------------------------------------------------------------------------------------------------
 

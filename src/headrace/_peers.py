@@ -35,7 +35,7 @@ NEVER: Final = timedelta(days=30)
 _POLL_S: Final = 0.0005
 _SURVEY_S: Final = 5.0  # how long the others have to say that they are alive, after a connection broke
 _LOOK_S: Final = 0.25  # how often to look whether one broke elsewhere
-_SLICE_S: Final = 0.05  # how long to wait in the store at a time
+_SLOW_POLL_S: Final = 0.02  # how often to ask the store for what takes long
 _BROKE: Final = "broke"  # a key of the store: somebody has lost a connection
 _GONE: Final = "gone"  # and this one: the rank that somebody found to be gone
 
@@ -169,7 +169,7 @@ class Peers:
         try:
             self._store.set(keys[self.rank], word)
             if missing := self._await_keys(keys, self.timeout_s).ranks:
-                raise PeerError(f"rank {missing[0]} did not come to load within {self.timeout_s:g} s", rank=missing[0])
+                raise self.gone(missing[0], f"rank {missing[0]} did not come to load within {self.timeout_s:g} s")
             found = [pickle.loads(bytes.fromhex(str(self._store.get(key), "ascii"))) for key in keys]
             if step:
                 self._store.delete_key(f"{step - 1}/{self.rank}")  # all have read it, since they are at this step
@@ -313,25 +313,24 @@ class Peers:
     def _await_keys(self, keys: Sequence[str], timeout_s: float) -> _Missing:
         """Until all ranks have written theirs, giving signs of life meanwhile. Who has not, after a while; nobody as a rule.
 
-        A little at a time: while a store waits in one thread, no other one of the process can write to it what the ranks of
-        another load wait for.
+        By asking again and again: while a store waits in one thread, no other one of the process can write to it what the ranks
+        of another load wait for, and torch complains of every wait that ends without its keys.
         """
         began = looked = time.monotonic()
-        before: list[bytes] = []
-        while True:
-            with suppress(RuntimeError):
-                self._store.wait(list(keys), timedelta(seconds=min(_SLICE_S, timeout_s)))
-                return _Missing([], 0)
-            if self._store.check(list(keys)):
-                return _Missing([], 0)
+        before, nap, nap_s = list[bytes](), threading.Event(), _POLL_S
+        while not self._store.check(list(keys)):
             now = time.monotonic()
-            if now - began > timeout_s:
+            if now - began > timeout_s or (self._surveyed and self._store.check([_GONE])):
                 break
             if now - looked > min(_LOOK_S, timeout_s / 4):
                 looked = now
                 self.beat()
                 before = before or self._beats()
                 self._check_unbroken()
+            nap.wait(nap_s)
+            nap_s = min(2 * nap_s, _SLOW_POLL_S)
+        else:
+            return _Missing([], 0)
         beats = self._beats()
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         living = [rank for rank in missing if before and beats[rank] != before[rank]]
@@ -370,25 +369,31 @@ class Peers:
         rank = self._survey()
         if rank is None:
             return PeerError(f"the connection to another rank broke: {str(error).splitlines()[0][:200]}")
+        if rank == self.rank:
+            return PeerError(f"rank {rank}, this one, gave no sign of life for so long that others took it for gone", rank=rank)
         return self.gone(rank, f"rank {rank} is gone: {str(error).splitlines()[0][:200]}")
 
     def gone(self, rank: int, why: str) -> PeerError:
-        """The error about a rank that is gone. The others have had time to hear of it: the store may end with this process."""
+        """The error about a rank that is gone. The others have heard of it then: the store may end with this process."""
         with suppress(RuntimeError):
-            self._store.set(_BROKE, "1")
-            self._store.set(_GONE, str(rank))
-            threading.Event().wait(2 * _LOOK_S)
+            self._surveyed = True
+            for key, value in ((_GONE, str(rank)), (_BROKE, "1"), (f"heard/{self.rank}", "1")):
+                self._store.set(key, value)
+            heard = [f"heard/{other}" for other in range(self.size) if other != rank]
+            until = time.monotonic() + _FAREWELL_S
+            while not self._store.check(heard) and time.monotonic() < until:
+                threading.Event().wait(_SLOW_POLL_S)
         return PeerError(why, rank=rank)
 
     def _survey(self) -> int | None:
         self._surveyed = True
         keys = [f"alive/{rank}" for rank in range(self.size)]
         try:
+            self._store.set(keys[self.rank], "1")
+            self._store.set(_BROKE, "1")
+            missing = self._await_keys(keys, min(_SURVEY_S, self.timeout_s))
             if self._store.check([_GONE]):
                 return int(self._store.get(_GONE))
-            self._store.set(_BROKE, "1")
-            self._store.set(keys[self.rank], "1")
-            missing = self._await_keys(keys, min(_SURVEY_S, self.timeout_s))
         except RuntimeError:
             return 0 if self.rank else None  # the process that keeps the store, as a rule the first one
         return missing.ranks[0] if missing.silent else None
