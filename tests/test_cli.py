@@ -422,8 +422,11 @@ def test_closed_stream_is_no_error(model: Path, closed: str) -> None:
     assert subprocess.run([*map(str, command)], capture_output=True, timeout=60, check=False).returncode == 0
 
 
+BUSY_S = 10.0  # for what takes 2 s at most where others leave a CPU
+
+
 @pytest.mark.slow
-def test_interrupt_ends_a_load_within_two_seconds(tmp_path: Path) -> None:
+def test_interrupt_ends_a_load_soon(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "huge.safetensors", {str(i): (16 << 20,) for i in range(4096)})  # 256 GiB of nothing
     with start("load", path) as process:
         assert process.stderr is not None
@@ -431,13 +434,15 @@ def test_interrupt_ends_a_load_within_two_seconds(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
         assert process.wait(60) == 130
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < BUSY_S
         assert process.stderr.read() == "headrace: interrupted\n"
 
 
 STUCK = """
-import threading
+import sys, threading
+from headrace.cli import _exits
 from headrace.cli._exits import exit_on_interrupt
+_exits._LAST_S *= float(sys.argv[1])
 with exit_on_interrupt():
     try:
         print("ready", flush=True)
@@ -448,9 +453,11 @@ with exit_on_interrupt():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("presses", "most_s"), [(1, 2.5), (2, 1.0)])
-def test_interrupt_ends_what_is_stuck(presses: int, most_s: float) -> None:
-    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(("presses", "patience"), [(1, 1), (2, 100)])
+def test_interrupt_ends_what_is_stuck(presses: int, patience: int) -> None:
+    """Once, soon; twice, at once."""
+    command = [sys.executable, "-c", STUCK, str(patience)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         began = time.monotonic()
@@ -460,7 +467,7 @@ def test_interrupt_ends_what_is_stuck(presses: int, most_s: float) -> None:
                 process.wait(0.2)
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-        assert time.monotonic() - began < most_s
+        assert time.monotonic() - began < BUSY_S
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------------

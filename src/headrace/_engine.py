@@ -257,7 +257,7 @@ class Engine:
             self.progress.tensor_nbytes += sum(sizes[span.first : done])
 
     def _explain(self, first: BaseException, others: Sequence[BaseException]) -> None:
-        """Attach the others to the first error. Raises LoadError in its place where tensors were given and some are filled now."""
+        """Attach the others to the first error. Raises LoadError in its place where tensors were given: some are filled now."""
         if isinstance(first, HeadraceError):
             first.others = tuple(others)
         if self.job.into_given and isinstance(first, Exception):  # an interrupt stays one

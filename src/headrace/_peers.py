@@ -211,7 +211,7 @@ class Peers:
 
         Gloo connects on a thread of its own, which is left behind where that fails: a rank that is gone is noticed by its missing
         signs of life, and by Gloo after five times its time limit. It has a store of its own, as nobody else of this process can
-        speak in the one that it waits in (torch before 2.5 cannot copy one).
+        speak in the one that it waits in (torch before 2.8 cannot copy one).
 
         Raises:
             PeerError: the connections could not be made, or a rank gave no sign of life meanwhile.
