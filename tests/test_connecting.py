@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import alone, error_of, run_ranks, values
+from ranks import Outcome, alone, error_of, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
 
 import headrace
@@ -32,9 +32,10 @@ def speak_over_tcp(rank: int) -> None:
     dist.destroy_process_group()
     store = served[0] if served else dist.TCPStore("127.0.0.1", port[0], is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    dist.barrier()  # all are in it
 
 
-def lose(rank: int, path: Path, device: str, nth: int, number: int, late_s: float, over_tcp: bool) -> None:
+def lose(rank: int, path: Path, lost: int, device: str, nth: int, number: int, late_s: float, over_tcp: bool) -> None:
     """One rank gets a signal when it makes its connections, `late_s` after it began to: the others come later still."""
     alone()
     if over_tcp:
@@ -43,7 +44,7 @@ def lose(rank: int, path: Path, device: str, nth: int, number: int, late_s: floa
 
     def connect(*arguments: Any) -> Any:
         made[0] += 1
-        if made[0] == nth and rank == LOST:
+        if made[0] == nth and rank == lost:
             threading.Timer(late_s, os.kill, (os.getpid(), number)).start() if late_s else os.kill(os.getpid(), number)
         elif made[0] == nth:
             threading.Event().wait(2 * late_s)
@@ -72,9 +73,31 @@ def load(path: Path, device: str, timeout_s: float, *, nap_s: float = 0) -> int:
 def test_a_rank_that_is_lost_while_connections_are_made_is_named(
     rank_model: Path, device: str, nth: int, number: int, late_s: float, over_tcp: bool
 ) -> None:
-    outcomes = run_ranks(3, lose, rank_model, device, nth, number, late_s, over_tcp, hanging=LOST)
-    errors = [error_of(outcome) for rank, outcome in enumerate(outcomes) if rank != LOST]
-    assert [(type(error), getattr(error, "rank", None)) for error in errors] == [(PeerError, LOST)] * 2, errors
+    lost = 1 if over_tcp else 2
+    assert_named(lost, run_ranks(3, lose, rank_model, lost, device, nth, number, late_s, over_tcp, hanging=lost))
+
+
+def assert_named(lost: int, outcomes: list[Outcome | None]) -> None:
+    errors = [error_of(outcome) for rank, outcome in enumerate(outcomes) if rank != lost]
+    assert [(type(error), getattr(error, "rank", None)) for error in errors] == [(PeerError, lost)] * 2, errors
+
+
+def stay_away(rank: int, path: Path, lost: int, one_node: bool) -> None:
+    """One rank is killed before the load begins."""
+    speak_over_tcp(rank)
+    if not one_node:
+        alone()
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    load(path, "cpu", TIMEOUT_S)
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_that_never_comes_is_named_also_when_the_store_ends_with_the_first_rank(
+    rank_model: Path, lost: int, one_node: bool
+) -> None:
+    assert_named(lost, run_ranks(3, stay_away, rank_model, lost, one_node, hanging=lost))
 
 
 def connect_late(rank: int, path: Path, device: str, nth: int) -> int:

@@ -191,7 +191,7 @@ class Peers:
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this rank cannot begin; then leave, when they have heard of it."""
-        if not self._agreed:
+        if not self._agreed and not self._surveyed:
             self.timeout_s = min(self.timeout_s, _FAREWELL_S)
             with suppress(HeadraceError):
                 self.gather(_Failure(f"{type(error).__name__}: {error}"[:2000]), about="failure")
@@ -374,11 +374,17 @@ class Peers:
         return self.gone(rank, f"rank {rank} is gone: {str(error).splitlines()[0][:200]}")
 
     def gone(self, rank: int, why: str) -> PeerError:
-        """The error about a rank that is gone. The others have heard of it then: the store may end with this process."""
+        """The error about a rank that is gone, or about the one that another rank found to be gone first.
+
+        The others have heard of it then: the store may end with this process.
+        """
+        self._surveyed = True
         with suppress(RuntimeError):
-            self._surveyed = True
-            for key, value in ((_GONE, str(rank)), (_BROKE, "1"), (f"heard/{self.rank}", "1")):
-                self._store.set(key, value)
+            first = int(self._store.compare_set(_GONE, "", str(rank)))
+            if first not in (rank, self.rank):
+                rank, why = first, f"rank {first} is gone: another rank found out"
+            for key in (_BROKE, f"heard/{self.rank}"):
+                self._store.set(key, "1")
             heard = [f"heard/{other}" for other in range(self.size) if other != rank]
             until = time.monotonic() + _FAREWELL_S
             while not self._store.check(heard) and time.monotonic() < until:
