@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from ranks import Outcome, alone, error_of, run_ranks, values
 from simulated_gpu import needs_compiler, simulated_gpu
+from torch.distributed.distributed_c10d import _get_default_store
 
 import headrace
 from headrace.errors import PeerError
@@ -98,6 +100,40 @@ def test_a_rank_that_never_comes_is_named_also_when_the_store_ends_with_the_firs
     rank_model: Path, lost: int, one_node: bool
 ) -> None:
     assert_named(lost, run_ranks(3, stay_away, rank_model, lost, one_node, hanging=lost))
+
+
+def stop_the_keeper(rank: int, path: Path, device: str, one_node: bool) -> None:
+    """Rank 0, which keeps the store, is stopped in the middle."""
+    speak_over_tcp(rank)
+    if not one_node:
+        alone()
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    load(path, device, TIMEOUT_S, nap_s=1)
+
+
+@pytest.mark.parametrize("one_node", [True, False], ids=["one node", "several nodes"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=needs_compiler)])
+def test_a_store_that_does_not_answer_any_more_is_not_waited_for(rank_model: Path, device: str, one_node: bool) -> None:
+    assert_named(0, run_ranks(3, stop_the_keeper, rank_model, device, one_node, hanging=0))
+
+
+def lock_and_stop(rank: int, path: Path) -> None:
+    """One rank is stopped while it has the file of the store locked, as it has for each of its calls."""
+    if rank == LOST:
+        store = _get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        with open(store.path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    load(path, "cpu", TIMEOUT_S)
+
+
+def test_a_file_that_a_rank_has_locked_for_ever_is_not_waited_for(rank_model: Path) -> None:
+    outcomes = run_ranks(3, lock_and_stop, rank_model, hanging=LOST)
+    errors = [error_of(outcome) for rank, outcome in enumerate(outcomes) if rank != LOST]
+    assert [(type(error), getattr(error, "rank", None)) for error in errors] == [(PeerError, None)] * 2, errors
 
 
 def connect_late(rank: int, path: Path, device: str, nth: int) -> int:

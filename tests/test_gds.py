@@ -41,6 +41,7 @@ from simulated_gpu import Gpu, needs_compiler
 from typer.testing import CliRunner
 
 import headrace
+from headrace._calls import Callers
 from headrace._header import parse_header
 from headrace._plan import DIRECT_NBYTES, Limits, SourceAbilities, Staging
 from headrace._planner import make_plan
@@ -50,7 +51,6 @@ from headrace.errors import LoadError, OptionError, SourceChangedError, SourceEr
 from headrace.sources import gds
 from headrace.sources.file import FileSource
 from headrace.sources.gds import _verdict as verdict_module
-from headrace.sources.gds._calls import Callers
 from headrace.sources.gds._library import MAX_IO_NBYTES, CallError, Library, Routes, find_libraries, register
 from headrace.sources.gds._verdict import Gpu as GpuPlace
 from headrace.sources.gds._verdict import judge, mode_of

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from headrace._board import Board
 from headrace._leaving import beat_s, start_beating
 from headrace.errors import HeadraceError, OptionError, PeerError
 
@@ -130,7 +131,7 @@ class Peers:
     def _begin(self, members: Sequence[int], prefix: str) -> None:
         self.rank, self.size, self.members = members.index(dist.get_rank()), len(members), list(members)
         self._prefix, self._phases = prefix, 0
-        self._store = dist.PrefixStore(prefix, _get_default_store())  # type: ignore[attr-defined]
+        self._board = Board(_get_default_store(), prefix, limit_s=max(self.timeout_s, _SURVEY_S))
         self._steps = self._beat_count = 0
         self._agreed = self._surveyed = False
         self._wire: Any = None
@@ -167,16 +168,16 @@ class Peers:
         step, self._steps = self._steps, self._steps + 1
         keys = [f"{step}/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], word)
+            self._board.set(keys[self.rank], word)
             if missing := self._await_keys(keys, self.timeout_s).ranks:
                 raise self.gone(missing[0], f"rank {missing[0]} did not come to load within {self.timeout_s:g} s")
-            found = [pickle.loads(bytes.fromhex(str(self._store.get(key), "ascii"))) for key in keys]
+            found = [pickle.loads(bytes.fromhex(self._board.get(key))) for key in keys]
             if step:
-                self._store.delete_key(f"{step - 1}/{self.rank}")  # all have read it, since they are at this step
+                self._board.delete(f"{step - 1}/{self.rank}")  # all have read it, since they are at this step
         except PeerError:
             raise
         except RuntimeError as exc:
-            raise PeerError(f"the store of the group cannot be reached: {exc}") from exc
+            raise self._unanswered(exc) from exc
         for rank, theirs in enumerate(found):
             if theirs.about != about and rank != self.rank:
                 self._agreed = True  # they know that this rank does not go on
@@ -199,7 +200,7 @@ class Peers:
 
     def store_for(self, purpose: str) -> Any:
         """Of the store that the ranks share, a part that nothing else of this load, or of another one, writes to."""
-        return dist.PrefixStore(purpose, self._store)  # type: ignore[attr-defined]
+        return self._board.part(purpose)
 
     def connect(self) -> None:
         """Make the connections for `broadcast`. Raises PeerError where they cannot be made."""
@@ -210,19 +211,17 @@ class Peers:
         while it gives signs of life, and Gloo knows nothing of these.
 
         Gloo connects on a thread of its own, which is left behind where that fails: a rank that is gone is noticed by its missing
-        signs of life, and by Gloo after five times its time limit. It has a store of its own, as nobody else of this process can
-        speak in the one that it waits in (torch before 2.8 cannot copy one).
+        signs of life, and by Gloo after five times its time limit. It has a store of its own where torch can copy one, as nobody
+        else of this process can speak in the one that it waits in.
 
         Raises:
             PeerError: the connections could not be made, or a rank gave no sign of life meanwhile.
         """
-        store, limit, made = self.store_for(purpose), timedelta(seconds=2 * self.timeout_s), Future[Any]()
-        if hasattr(store, "clone"):
-            store = store.clone()
+        limit, made = timedelta(seconds=2 * self.timeout_s), Future[Any]()
 
         def make() -> None:
             try:
-                made.set_result(dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+                made.set_result(dist.ProcessGroupGloo(self.store_for(purpose), self.rank, self.size, limit))
             except BaseException as exc:  # noqa: BLE001 - who waits raises it
                 made.set_exception(exc)
 
@@ -301,10 +300,11 @@ class Peers:
         """Give a sign of life."""
         self._beat_count += 1
         with suppress(RuntimeError):  # who misses the store finds out by the connections
-            self._store.set(f"beat/{self.rank}", str(self._beat_count))
+            self._board.set(f"beat/{self.rank}", str(self._beat_count))
 
     def close(self) -> None:
         """Close the connections, also under what waits for a rank that is gone. May be called twice."""
+        self._board.close()
         wire, self._wire = self._wire, None
         if wire is not None:
             with suppress(RuntimeError):
@@ -317,10 +317,10 @@ class Peers:
         of another load wait for, and torch complains of every wait that ends without its keys.
         """
         began = looked = time.monotonic()
-        before, nap, nap_s = list[bytes](), threading.Event(), _POLL_S
-        while not self._store.check(list(keys)):
+        before, nap, nap_s = list[str](), threading.Event(), _POLL_S
+        while not self._board.has(list(keys)):
             now = time.monotonic()
-            if now - began > timeout_s or (self._surveyed and self._store.check([_GONE])):
+            if now - began > timeout_s or (self._surveyed and self._board.has([_GONE])):
                 break
             if now - looked > min(_LOOK_S, timeout_s / 4):
                 looked = now
@@ -332,7 +332,7 @@ class Peers:
         else:
             return _Missing([], 0)
         beats = self._beats()
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not self._board.has([key])]
         living = [rank for rank in missing if before and beats[rank] != before[rank]]
         silent = [rank for rank in missing if rank not in living]
         return _Missing([*silent, *living], len(silent))
@@ -350,17 +350,32 @@ class Peers:
             else:
                 return
 
-    def _beats(self) -> list[bytes]:
+    def _beats(self) -> list[str]:
+        """What each rank has said last, "" where nothing. Raises PeerError where the store does not answer."""
         keys = [f"beat/{rank}" for rank in range(self.size)]
-        with suppress(RuntimeError):
-            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
-        return [b""] * self.size
+        try:
+            return [self._board.get(key) if self._board.has([key]) else "" for key in keys]
+        except RuntimeError as exc:
+            if self._board.is_stuck:
+                raise self._unanswered(exc) from exc
+        return [""] * self.size  # who misses the store finds out by the connections
+
+    def _unanswered(self, error: RuntimeError) -> PeerError:
+        """The error where the store cannot be reached: its keeper is gone, if a rank keeps it and that is another one."""
+        rank = self._keeper()
+        hint = f"; as a rule rank {rank} keeps it" if rank is not None else ""
+        return PeerError(f"the store of the group cannot be reached: {str(error).splitlines()[0][:200]}{hint}", rank=rank)
+
+    def _keeper(self) -> int | None:
+        keeper = self._board.keeper
+        rank = self.members.index(keeper) if keeper in self.members else None
+        return rank if rank != self.rank else None
 
     def _check_unbroken(self) -> None:
         """Raise PeerError, about the rank that is gone, where another one has lost a connection."""
         broke = False
         with suppress(RuntimeError):  # who misses the store finds out by the connections
-            broke = not self._surveyed and self._store.check([_BROKE])
+            broke = not self._surveyed and self._board.has([_BROKE])
         if broke:
             raise self.lost(RuntimeError("another rank lost its connection"))
 
@@ -380,14 +395,14 @@ class Peers:
         """
         self._surveyed = True
         with suppress(RuntimeError):
-            first = int(self._store.compare_set(_GONE, "", str(rank)))
+            first = int(self._board.set_first(_GONE, str(rank)))
             if first not in (rank, self.rank):
                 rank, why = first, f"rank {first} is gone: another rank found out"
             for key in (_BROKE, f"heard/{self.rank}"):
-                self._store.set(key, "1")
+                self._board.set(key, "1")
             heard = [f"heard/{other}" for other in range(self.size) if other != rank]
             until = time.monotonic() + _FAREWELL_S
-            while not self._store.check(heard) and time.monotonic() < until:
+            while not self._board.has(heard) and time.monotonic() < until:
                 threading.Event().wait(_SLOW_POLL_S)
         return PeerError(why, rank=rank)
 
@@ -395,13 +410,13 @@ class Peers:
         self._surveyed = True
         keys = [f"alive/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], "1")
-            self._store.set(_BROKE, "1")
+            self._board.set(keys[self.rank], "1")
+            self._board.set(_BROKE, "1")
             missing = self._await_keys(keys, min(_SURVEY_S, self.timeout_s))
-            if self._store.check([_GONE]):
-                return int(self._store.get(_GONE))
+            if self._board.has([_GONE]):
+                return int(self._board.get(_GONE))
         except RuntimeError:
-            return 0 if self.rank else None  # the process that keeps the store, as a rule the first one
+            return self._keeper()
         return missing.ranks[0] if missing.silent else None
 
 
@@ -412,7 +427,7 @@ class _Signs:
     """
 
     def __init__(self, peers: Peers) -> None:
-        self._peers, self._seen = peers, list[bytes]()
+        self._peers, self._seen = peers, list[str]()
         self._look_at = time.monotonic() + beat_s(peers.timeout_s)
 
     def due_s(self) -> float:

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from headrace._calls import Callers
 from headrace.errors import SourceError, SourceTimeoutError, TruncatedError
 from headrace.sources.base import LocalSource
 from headrace.sources.gds import _verdict
-from headrace.sources.gds._calls import Callers
 from headrace.sources.gds._library import CallError, Handle, Library, Routes, register
 from headrace.sources.gds._verdict import Verdict, mode_of
 

@@ -48,10 +48,11 @@ class Callers:
 
     Args:
         enter: what a thread does first.
+        name: of the threads, with a number behind it.
     """
 
-    def __init__(self, enter: Callable[[], None] = lambda: None) -> None:
-        self._enter = enter
+    def __init__(self, enter: Callable[[], None] = lambda: None, *, name: str = "headrace-direct") -> None:
+        self._enter, self._name = enter, name
         self._lock = threading.Lock()
         self._idle: list[_Caller] = []
         self._closed = False
@@ -67,7 +68,7 @@ class Callers:
         with self._lock:
             caller = self._idle.pop() if self._idle else None
         if caller is None:
-            caller = _Caller(f"headrace-direct-{next(self._numbers)}", self._enter)
+            caller = _Caller(f"{self._name}-{next(self._numbers)}", self._enter)
         call = _Call(function, arguments)
         caller.calls.put(call)
         if not call.done.wait(limit_s):
