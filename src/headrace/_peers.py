@@ -317,7 +317,7 @@ class Peers:
         of another load wait for, and torch complains of every wait that ends without its keys.
         """
         began = looked = time.monotonic()
-        before, nap, nap_s = list[str](), threading.Event(), _POLL_S
+        before, nap = list[str](), threading.Event()
         while not self._board.has(list(keys)):
             now = time.monotonic()
             if now - began > timeout_s or (self._surveyed and self._board.has([_GONE])):
@@ -327,8 +327,7 @@ class Peers:
                 self.beat()
                 before = before or self._beats()
                 self._check_unbroken()
-            nap.wait(nap_s)
-            nap_s = min(2 * nap_s, _SLOW_POLL_S)
+            nap.wait(min(max(_POLL_S, (now - began) / 16), _SLOW_POLL_S))
         else:
             return _Missing([], 0)
         beats = self._beats()
