@@ -120,6 +120,7 @@ def test_a_store_that_does_not_answer_any_more_is_not_waited_for(rank_model: Pat
 
 def lock_and_stop(rank: int, path: Path) -> None:
     """One rank is stopped while it has the file of the store locked, as it has for each of its calls."""
+    dist.barrier()  # torch itself is done with the store
     if rank == LOST:
         store = _get_default_store()
         while hasattr(store, "underlying_store"):
